@@ -1,0 +1,204 @@
+"""One chunk through all layers: forward without autograd, and the pull of cotangents back through it, layer by layer.
+
+This is the heart of replay (whole-layer checkpointing): a forward keeps each layer's input only, and its attention output;
+the pull recomputes one layer at a time with autograd. Cotangents of earlier state are added where that state lives.
+
+Shape suffixes: B batch (1), T tokens of the chunk, E hidden size, H query heads, K key heads, D head width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from longstraw.models.decoder import Decoder, Rotary
+from longstraw.models.delta_net import RecurrentCache
+from longstraw.ops.attention import AttentionOutput, ChunkAttention, ChunkKeys
+from longstraw.state.node import Chunk, NodeState
+from longstraw.state.recurrent import Boundary
+
+LayerSeam = "ExtentSeam | RecurrentCache"
+
+
+@dataclass
+class ExtentSeam:
+    """Attention of one chunk in one layer over the extents of its path."""
+
+    node: NodeState
+    layer: int
+    chunk: Chunk
+    window: int | None
+    writes: bool = False  # keep the chunk's keys and values as state
+    known: AttentionOutput | None = None  # given: not computed again; else set by `attend`
+
+    def attend(self, q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, scale: float, sinks_H: Tensor | None) -> Tensor:
+        state = self.node.key_value(self.layer)
+        d_own_key, d_own_value = state.own_cotangents(self.chunk.begin, self.chunk.end)
+        keys = ChunkKeys(
+            earlier=self.node.runs_before(self.layer, self.chunk),
+            start=self.node.start + self.chunk.begin,
+            scale=scale,
+            window=self.window,
+            d_own_key_TKD=d_own_key,
+            d_own_value_TKD=d_own_value,
+            known=self.known,
+        )
+        out, lse = ChunkAttention.apply(q_BHTD[0], k_BKTD[0], v_BKTD[0], sinks_H, keys)
+        self.known = AttentionOutput(out.detach(), lse)
+        if self.writes:
+            state.write(k_BKTD[0], v_BKTD[0])
+        return out[None]
+
+
+@dataclass(frozen=True, eq=False)
+class SavedLayer:
+    """What the pull needs of one layer's forward."""
+
+    hidden_BTE: Tensor
+    attention: AttentionOutput | None  # None in recurrent layers
+
+
+@dataclass(frozen=True, eq=False)
+class ChunkForward:
+    """A chunk that ran: its last hidden states (before the final norm) and, if kept, its layers' inputs."""
+
+    hidden_BTE: Tensor
+    layers: list[SavedLayer]
+
+
+@torch.no_grad()
+def forward_chunk(decoder: Decoder, node: NodeState, chunk: Chunk, *, writes: bool, keeps_inputs: bool) -> ChunkForward:
+    """Run a chunk without autograd. `writes` adds its state to the node; `keeps_inputs` saves what the pull needs."""
+    hidden = decoder.embed(node.token_ids[None, chunk.begin : chunk.end])
+    start = node.start + chunk.begin
+    rotary = decoder.rotary(hidden, start)
+    saved = []
+    for layer in range(decoder.num_layers):
+        if decoder.recurrent(layer):
+            begin = node.recurrent(layer).end if writes else _start_boundary(node, layer, chunk)
+            cache = RecurrentCache(begin.conv_tail_BCW, begin.matrix_BHKV)
+            out = decoder.run_layer(layer, hidden, rotary, start=start, seam=cache)
+            if writes:
+                node.recurrent(layer).advance(_end_boundary(cache))
+            attention = None
+        else:
+            seam = ExtentSeam(node, layer, chunk, decoder.windows[layer], writes=writes)
+            out = decoder.run_layer(layer, hidden, rotary, start=start, seam=seam)
+            attention = seam.known
+        if keeps_inputs and layer >= decoder.first_trained_layer:
+            saved.append(SavedLayer(hidden, attention))
+        hidden = out
+    return ChunkForward(hidden, saved)
+
+
+def pull_chunk_by_layer(
+    decoder: Decoder,
+    node: NodeState,
+    chunk: Chunk,
+    layers: list[SavedLayer],
+    d_hidden_BTE: Tensor,
+    d_ends: list[Boundary],
+) -> list[Boundary]:
+    """Pull the cotangent of a chunk's last hidden states back, one layer's graph at a time.
+
+    Parameters' gradients accumulate in `.grad`, those of earlier keys in their extents. `d_ends` are the cotangents of the
+    chunk's end boundaries per layer; returns those of its start boundaries. `layers` is emptied as it is used.
+    """
+    start = node.start + chunk.begin
+    rotary = decoder.rotary(d_hidden_BTE, start)
+    d_starts = [Boundary()] * decoder.num_layers
+    d_hidden = d_hidden_BTE
+    with torch.enable_grad():
+        for layer in reversed(range(decoder.first_trained_layer, decoder.num_layers)):
+            saved = layers.pop()
+            hidden = saved.hidden_BTE.detach().requires_grad_()
+            begin, seam = _replay_seam(decoder, node, chunk, layer, saved.attention)
+            out = decoder.run_layer(layer, hidden, rotary, start=start, seam=seam)
+            outs, grads = [out], [d_hidden]
+            _add_end_cotangents(outs, grads, seam, d_ends[layer])
+            torch.autograd.backward(outs, grads)
+            assert hidden.grad is not None, "every layer's output depends on its input"
+            d_hidden = hidden.grad
+            d_starts[layer] = _gradient_of(begin)
+        if decoder.first_trained_layer == 0:
+            _pull_embedding(decoder, node, chunk, d_hidden)
+    return d_starts
+
+
+class ChunkGraph:
+    """A chunk's forward with the graph of all its layers kept: saves one forward, costs the memory of the whole chunk."""
+
+    def __init__(self, decoder: Decoder, node: NodeState, chunk: Chunk) -> None:
+        start = node.start + chunk.begin
+        self._seams: list[ExtentSeam | RecurrentCache] = []
+        self._begins: list[Boundary] = []
+        with torch.enable_grad():
+            hidden = decoder.embed(node.token_ids[None, chunk.begin : chunk.end])
+            if not hidden.requires_grad:
+                hidden.requires_grad_()
+            rotary = decoder.rotary(hidden, start)
+            for layer in range(decoder.num_layers):
+                begin, seam = _replay_seam(decoder, node, chunk, layer, None)
+                hidden = decoder.run_layer(layer, hidden, rotary, start=start, seam=seam)
+                self._begins.append(begin)
+                self._seams.append(seam)
+        self._hidden = hidden
+        self.forward = ChunkForward(hidden.detach(), [])
+
+    def pull(self, d_hidden_BTE: Tensor, d_ends: list[Boundary]) -> list[Boundary]:
+        """As `pull_chunk_by_layer`, through the kept graph."""
+        outs, grads = [self._hidden], [d_hidden_BTE]
+        for seam, d_end in zip(self._seams, d_ends, strict=True):
+            _add_end_cotangents(outs, grads, seam, d_end)
+        torch.autograd.backward(outs, grads)
+        return [_gradient_of(begin) for begin in self._begins]
+
+
+def _start_boundary(node: NodeState, layer: int, chunk: Chunk) -> Boundary:
+    return node.recurrent(layer).starts[node.chunks.index(chunk)]
+
+
+def _end_boundary(cache: RecurrentCache) -> Boundary:
+    assert cache.new_conv_tail is not None and cache.new_matrix_state is not None, "the layer ran"
+    return Boundary(cache.new_conv_tail, cache.new_matrix_state)
+
+
+def _replay_seam(
+    decoder: Decoder, node: NodeState, chunk: Chunk, layer: int, attention: AttentionOutput | None
+) -> tuple[Boundary, ExtentSeam | RecurrentCache]:
+    """The seam of a layer under autograd, and the leaves of its start boundary (none before the first token)."""
+    if not decoder.recurrent(layer):
+        return Boundary(), ExtentSeam(node, layer, chunk, decoder.windows[layer], known=attention)
+    begin = _start_boundary(node, layer, chunk)
+    leaves = Boundary(_leaf(begin.conv_tail_BCW), _leaf(begin.matrix_BHKV))
+    return leaves, RecurrentCache(leaves.conv_tail_BCW, leaves.matrix_BHKV)
+
+
+def _leaf(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.detach().requires_grad_()
+
+
+def _gradient_of(leaves: Boundary) -> Boundary:
+    conv, matrix = leaves.conv_tail_BCW, leaves.matrix_BHKV
+    return Boundary(None if conv is None else conv.grad, None if matrix is None else matrix.grad)
+
+
+def _add_end_cotangents(
+    outs: list[Tensor], grads: list[Tensor], seam: ExtentSeam | RecurrentCache, d_end: Boundary
+) -> None:
+    if isinstance(seam, ExtentSeam):
+        return
+    end = _end_boundary(seam)
+    pairs = ((end.conv_tail_BCW, d_end.conv_tail_BCW), (end.matrix_BHKV, d_end.matrix_BHKV))
+    for out, grad in pairs:
+        if out is not None and grad is not None:
+            outs.append(out)
+            grads.append(grad)
+
+
+def _pull_embedding(decoder: Decoder, node: NodeState, chunk: Chunk, d_hidden_BTE: Tensor) -> None:
+    hidden = decoder.embed(node.token_ids[None, chunk.begin : chunk.end])
+    if hidden.requires_grad:
+        hidden.backward(d_hidden_BTE)

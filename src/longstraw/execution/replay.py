@@ -1,0 +1,119 @@
+"""Replay: pull cotangents back through a subtree, children first, one node and one chunk at a time.
+
+Reverse order makes the cotangent of a chunk's state complete exactly when that chunk is replayed: all later chunks of its
+node and all child nodes have already added to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from longstraw.execution.capture import Runner, chunk_targets
+from longstraw.execution.chunk import ChunkForward, ChunkGraph, forward_chunk, pull_chunk_by_layer
+from longstraw.execution.head import pull_tokens
+from longstraw.execution.score import capture_span
+from longstraw.execution.tree import SpanNode
+from longstraw.state.node import Chunk, NodeState
+from longstraw.state.recurrent import Boundary
+
+# Called with a trajectory's index and last node once all its logprobs are known; adds to `d_logprobs_T` along its path.
+SendCotangents = Callable[[int, SpanNode], None]
+
+
+def replay_subtree(run: Runner, node: SpanNode, parent: NodeState, send: SendCotangents) -> None:
+    """Score a span's subtree and pull the loss's cotangents back through it to the parent's state.
+
+    The one forward of a leaf's last chunk serves its score and its replay. All state of the subtree is freed on return.
+    """
+    keeps_last_chunk = not node.children and run.graph_scope == "layer"
+    captured = capture_span(run, node, parent, constant=False, keeps_last_chunk=keeps_last_chunk)
+    state = captured.node
+    state.open_cotangents()
+    for child in node.children:
+        replay_subtree(run, child, state, send)
+    for index in node.ending:
+        send(index, node)
+    if node.has_cotangent() or state.received_cotangent:
+        pull_node(run, state, node, captured.last_chunk)
+    state.free()
+
+
+def pull_node(run: Runner, state: NodeState, node: SpanNode | None, last_chunk: ChunkForward | None = None) -> None:
+    """Pull everything a node received, and its own tokens' cotangents, back through its chunks in reverse.
+
+    `node` is None for the prompt, whose tokens are not in the loss. What belongs to the parent is added there.
+    """
+    d_ends = [
+        state.recurrent(layer).d_end if run.decoder.recurrent(layer) else Boundary()
+        for layer in range(run.decoder.num_layers)
+    ]
+    trained = node if node is not None and node.span.trained else None
+    for chunk in reversed(state.chunks):
+        d_ends = _pull_chunk(run, state, chunk, trained, last_chunk, d_ends)
+        last_chunk = None
+        if node is None:
+            run.watch.advance(chunk.num_tokens)
+    if state.parent is None:
+        return
+    _send_to_parent(run, state.parent, d_ends)
+    if trained is not None:
+        _pull_first_token(run, state, state.parent, trained)
+
+
+def _pull_chunk(
+    run: Runner,
+    state: NodeState,
+    chunk: Chunk,
+    trained: SpanNode | None,
+    forward: ChunkForward | None,
+    d_ends: list[Boundary],
+) -> list[Boundary]:
+    graph = ChunkGraph(run.decoder, state, chunk) if run.graph_scope == "chunk" else None
+    if graph is not None:
+        forward = graph.forward
+    elif forward is None:
+        forward = forward_chunk(run.decoder, state, chunk, writes=False, keeps_inputs=True)
+    d_hidden = torch.zeros_like(forward.hidden_BTE)
+    targets = chunk_targets(state, chunk)
+    if trained is not None and len(targets) > 0:
+        d_logprobs, d_entropies = _cotangents(trained, chunk.begin + 1, chunk.begin + 1 + len(targets))
+        predicting = forward.hidden_BTE[0, : len(targets)]
+        d_hidden[0, : len(targets)] = pull_tokens(
+            run.decoder, predicting, targets, trained.span.temperature, d_logprobs, d_entropies
+        )
+    if chunk is state.chunks[-1] and state.d_last_hidden is not None:
+        d_hidden[0, -1:] += state.d_last_hidden
+    if graph is not None:
+        return graph.pull(d_hidden, d_ends)
+    return pull_chunk_by_layer(run.decoder, state, chunk, forward.layers, d_hidden, d_ends)
+
+
+def _pull_first_token(run: Runner, state: NodeState, parent: NodeState, trained: SpanNode) -> None:
+    """A node's first token is predicted by its parent's last hidden state."""
+    assert parent.last_hidden is not None, "the parent is alive while its children are replayed"
+    d_logprobs, d_entropies = _cotangents(trained, 0, 1)
+    targets = state.token_ids[:1]
+    d_hidden = pull_tokens(
+        run.decoder, parent.last_hidden, targets, trained.span.temperature, d_logprobs, d_entropies
+    )
+    if parent.d_last_hidden is not None:
+        parent.d_last_hidden += d_hidden
+
+
+def _send_to_parent(run: Runner, parent: NodeState, d_starts: list[Boundary]) -> None:
+    for ancestor in parent.path():
+        ancestor.received_cotangent = not ancestor.constant
+    if parent.constant:
+        return
+    for layer in range(run.decoder.num_layers):
+        if run.decoder.recurrent(layer):
+            recurrent = parent.recurrent(layer)
+            recurrent.d_end = recurrent.d_end + d_starts[layer]
+
+
+def _cotangents(node: SpanNode, begin: int, end: int) -> tuple[Tensor, Tensor]:
+    assert node.d_logprobs_T is not None and node.d_entropies_T is not None, "a trained span was scored"
+    return node.d_logprobs_T[begin:end], node.d_entropies_T[begin:end]

@@ -1,0 +1,44 @@
+"""The captured prompt as callers hold it: a context manager that frees its bytes on exit, stamped with its policy."""
+
+from __future__ import annotations
+
+from types import TracebackType
+
+from longstraw.errors import StaleStateError
+from longstraw.records import Prompt
+from longstraw.state.node import NodeState
+
+
+class PromptState:
+    """The typed state of one prompt. Made by `Engine.capture`; refuses use after `free` or when its policy moved on."""
+
+    def __init__(self, prompt: Prompt, node: NodeState, policy_version: int, parameter_stamp: int) -> None:
+        self.prompt = prompt
+        self.policy_version = policy_version
+        self.parameter_stamp = parameter_stamp
+        self._node: NodeState | None = node
+
+    def __enter__(self) -> PromptState:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.free()
+
+    def free(self) -> None:
+        """Give all bytes back. Harmless when called twice."""
+        if self._node is not None:
+            self._node.free()
+            self._node = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes held now."""
+        return 0 if self._node is None else self._node.num_bytes
+
+    @property
+    def node(self) -> NodeState:
+        if self._node is None:
+            raise StaleStateError("this prompt state was freed (its `with` block ended); capture the prompt again.")
+        return self._node

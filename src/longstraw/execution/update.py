@@ -1,0 +1,79 @@
+"""One update on one screen: capture, score, advantages, replay; the fifth stage, the transaction, is `transaction.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from longstraw.execution.capture import Runner, capture_node
+from longstraw.execution.loss import GroupFunctionLoss, LossTotals, ObjectiveLoss
+from longstraw.execution.replay import pull_node, replay_subtree
+from longstraw.execution.score import Scores, score_trajectories
+from longstraw.execution.tree import build_tree, walk
+from longstraw.grpo.objective import GroupFunction, Objective
+from longstraw.records import Prompt, ResponseGroup
+from longstraw.state.node import NodeState
+
+
+@dataclass(frozen=True)
+class UpdateSettings:
+    """`exact`: pull the gradient back through the prompt; otherwise its state is a constant."""
+
+    exact: bool
+
+
+def capture_prompt(run: Runner, prompt: Prompt, *, constant: bool) -> NodeState:
+    """Stage 1: the prompt's state, chunk by chunk, layer by layer, without autograd."""
+    with run.watch.stage("capture", len(prompt)):
+        return capture_node(run, prompt.token_ids, None, constant=constant).node
+
+
+def score_reference(run: Runner, group: ResponseGroup) -> list[Scores]:
+    """Stage 2, reference policy: adapters off, on a capture of its own."""
+    with run.decoder.adapters_off(), run.watch.stage("reference", len(group.prompt) + num_tree_tokens(group)):
+        state = capture_node(run, group.prompt.token_ids, None, constant=True).node
+        return score_trajectories(run, state, group.responses)
+
+
+def group_loss(
+    run: Runner,
+    group: ResponseGroup,
+    objective: Objective | GroupFunction,
+    advantages_G: Tensor,
+    prompt_state: NodeState,
+    totals: LossTotals,
+) -> ObjectiveLoss | GroupFunctionLoss:
+    """Stages 2 and 3: what turns a trajectory's logprobs into their cotangents."""
+    if isinstance(objective, GroupFunction):
+        with run.watch.stage("score", num_tree_tokens(group)):
+            scores = score_trajectories(run, prompt_state, group.responses)
+        return GroupFunctionLoss.evaluate(objective, group, scores, totals)
+    references = score_reference(run, group) if objective.needs_reference else None
+    return ObjectiveLoss(objective, group, advantages_G, references, totals)
+
+
+def replay_group(run: Runner, group: ResponseGroup, prompt_state: NodeState, loss: ObjectiveLoss | GroupFunctionLoss) -> None:
+    """Stage 4: responses one at a time, each freed before the next; then the prompt, if its gradient is exact."""
+    if not prompt_state.constant:
+        prompt_state.open_cotangents()
+    with run.watch.stage("replay", num_tree_tokens(group)):
+        for node in build_tree(group.responses):
+            replay_subtree(run, node, prompt_state, loss.send)
+    if prompt_state.received_cotangent:
+        with run.watch.stage("prompt_replay", len(group.prompt)):
+            pull_node(run, prompt_state, None)
+    prompt_state.close_cotangents()
+
+
+def num_tree_tokens(group: ResponseGroup) -> int:
+    """Tokens after the prompt, shared spans counted once."""
+    return sum(len(node.span) for node in walk(build_tree(group.responses)))
+
+
+def all_groups(groups: Sequence[ResponseGroup], objective: Objective | GroupFunction) -> list[Tensor]:
+    """Stage 3: advantages `[G]` of every group."""
+    if isinstance(objective, GroupFunction):
+        return [Tensor() for _ in groups]
+    return objective.group_advantages(groups)

@@ -1,0 +1,1 @@
+"""The page a training run ends with."""

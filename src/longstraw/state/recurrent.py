@@ -1,0 +1,66 @@
+"""State of one node in one gated DeltaNet layer: convolution tail and matrix state at chunk boundaries.
+
+Shape suffixes: B batch, C convolution channels, W kernel width, H value heads, K key width, V value width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Boundary:
+    """What a DeltaNet layer needs from all earlier tokens, or the cotangent of it. None: before the first token."""
+
+    conv_tail_BCW: Tensor | None = None  # last W - 1 inputs of the convolution, model dtype
+    matrix_BHKV: Tensor | None = None  # float32
+
+    def __add__(self, other: Boundary) -> Boundary:
+        return Boundary(
+            _add(self.conv_tail_BCW, other.conv_tail_BCW),
+            _add(self.matrix_BHKV, other.matrix_BHKV),
+        )
+
+    def expand(self, batch: int) -> Boundary:
+        """The same boundary for every row of a batch; views."""
+        return Boundary(
+            None if self.conv_tail_BCW is None else self.conv_tail_BCW.expand(batch, -1, -1),
+            None if self.matrix_BHKV is None else self.matrix_BHKV.expand(batch, -1, -1, -1),
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        tensors = [tensor for tensor in (self.conv_tail_BCW, self.matrix_BHKV) if tensor is not None]
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+class RecurrentState:
+    """The boundaries of a node: at the start of each of its chunks (for replay), and at its end (for its children).
+
+    With `keep_starts` False (a constant state) only the running end is kept. `d_end` collects the cotangents of the end
+    that children send; the replay takes them from there.
+    """
+
+    def __init__(self, begin: Boundary, *, keep_starts: bool) -> None:
+        self.end = begin
+        self.starts: list[Boundary] = []
+        self.d_end = Boundary()
+        self._keep_starts = keep_starts
+
+    def advance(self, new_end: Boundary) -> None:
+        """A chunk ran: its start boundary is kept if replay will need it, the end moves."""
+        if self._keep_starts:
+            self.starts.append(self.end)
+        self.end = new_end
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(boundary.num_bytes for boundary in (*self.starts, self.end, self.d_end))
+
+
+def _add(first: Tensor | None, second: Tensor | None) -> Tensor | None:
+    if first is None or second is None:
+        return second if first is None else first
+    return first + second

@@ -1,0 +1,183 @@
+"""The training loop: rows, capture, sampling, rewards, replay, transaction, log, checkpoint.
+
+One prompt state is alive at a time. Everything a step draws follows from the seed and the position, so that a resumed
+run takes the same steps.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+from longstraw.errors import LongStrawError
+from longstraw.records import ForwardBackwardReport, Prompt, Response, StepReport
+from longstraw.training.checkpoint import Position, RandomState, random_state, save_checkpoint
+from longstraw.training.data import Row, rows_at
+from longstraw.training.evaluation import evaluate
+from longstraw.training.metrics import Rollout, StepOutcome, completion_records, step_line, step_metrics
+from longstraw.training.optimizer import learning_rate_at, set_learning_rate
+from longstraw.training.prompts import completion_text, encode_prompt
+from longstraw.training.rewards import Completions, TrainerState, score_group
+from longstraw.training.run import Training, draw_seed, sampling_settings
+
+PROMPT_TAIL_TOKENS = 128  # of a prompt that go into completions.jsonl
+
+
+def train(training: Training, start: Position) -> Position:
+    """Train from `start` to the last step and return where it ended.
+
+    If a row or a reward stops the run (`LongStrawError`), the steps before it are saved first and the error is raised.
+    """
+    position = saved = start
+    if _evaluates_before(training, start):
+        evaluate(training, position)
+    while position.step < training.max_steps:
+        randomness, version = random_state(), training.engine.policy_version
+        try:
+            position = train_on_next_rows(training, position)
+        except LongStrawError:
+            if position.step > saved.step and training.engine.policy_version == version:
+                _save(training, position, randomness)
+            raise
+        if _evaluates_after(training, position):
+            evaluate(training, position)
+        if _is_save_due(training, position):
+            _save(training, position, random_state())
+            saved = position
+    return position
+
+
+def train_on_next_rows(training: Training, position: Position) -> Position:
+    """Sample responses to the next rows and take one optimizer step on them, or `num_iterations`."""
+    engine, objective = training.engine, training.objective
+    rollouts: list[Rollout] = []
+    reports: list[ForwardBackwardReport] = []
+    with training.meter.measure() as costs:
+        started = time.perf_counter()
+        for row in _next_rows(training, position):
+            prompt = encode_prompt(training.tokenizer, row)
+            with engine.capture(prompt) as state:
+                seed = draw_seed(
+                    training.config.run.seed, position.step, position.rows_drawn + len(rollouts), row.index
+                )
+                settings = sampling_settings(training.config.sampling, training.stop_ids, seed)
+                responses = engine.sample(state, training.config.sampling.num_generations, settings)
+                rollout = _score(training, position, row, prompt, responses)
+                if not training.advantages_need_the_whole_step:
+                    reports.append(engine.forward_backward([rollout.group], objective, states=[state]))
+            rollouts.append(rollout)
+        if training.advantages_need_the_whole_step:
+            reports.append(engine.forward_backward([rollout.group for rollout in rollouts], objective))
+        step_report, learning_rate = _optimizer_step(training, position)
+    seconds = time.perf_counter() - started
+    outcome = StepOutcome(rollouts, reports, step_report, learning_rate, seconds, costs)
+    position = _log(training, replace(position, rows_drawn=position.rows_drawn + len(rollouts)), outcome)
+    _log_completions(training, position.step, rollouts)
+    for _ in range(1, training.config.run.num_iterations):
+        position = _train_again(training, position, rollouts)
+    return position
+
+
+def _train_again(training: Training, position: Position, rollouts: Sequence[Rollout]) -> Position:
+    """One more step on the same responses. The policy has moved, so their prompts are captured anew."""
+    groups = [rollout.group for rollout in rollouts]
+    together = [groups] if training.advantages_need_the_whole_step else [[group] for group in groups]
+    with training.meter.measure() as costs:
+        started = time.perf_counter()
+        reports = [training.engine.forward_backward(batch, training.objective) for batch in together]
+        step_report, learning_rate = _optimizer_step(training, position)
+    seconds = time.perf_counter() - started
+    return _log(training, position, StepOutcome(rollouts, reports, step_report, learning_rate, seconds, costs))
+
+
+def _next_rows(training: Training, position: Position) -> list[Row]:
+    data = training.config.data
+    return rows_at(
+        training.rows,
+        position.rows_drawn,
+        training.config.run.prompts_per_step,
+        shuffle_seed=data.shuffle_seed if data.shuffle else None,
+    )
+
+
+def _score(training: Training, position: Position, row: Row, prompt: Prompt, responses: Sequence[Response]) -> Rollout:
+    texts = [completion_text(training.tokenizer, response) for response in responses]
+    completions = Completions(texts, [response.token_ids.tolist() for response in responses])
+    state = TrainerState(position.step, training.max_steps, position.rows_drawn / len(training.rows))
+    return Rollout(row, prompt, responses, texts, score_group(training.rewards, row, completions, state))
+
+
+def _optimizer_step(training: Training, position: Position) -> tuple[StepReport, float]:
+    config = training.config.optimizer
+    learning_rate = learning_rate_at(position.step + 1, max_steps=training.max_steps, config=config)
+    set_learning_rate(training.optimizer, learning_rate)
+    return training.engine.optimizer_step(training.optimizer, max_grad_norm=config.max_grad_norm), learning_rate
+
+
+def _log(training: Training, position: Position, outcome: StepOutcome) -> Position:
+    """Write and print the step, say once why something was skipped, and return the position after it."""
+    tokens_of_step = sum(rollout.num_tokens for rollout in outcome.rollouts)
+    position = replace(
+        position,
+        step=position.step + 1,
+        num_tokens=position.num_tokens + tokens_of_step,
+        num_skipped_groups=position.num_skipped_groups + outcome.num_skipped_groups,
+        num_skipped_steps=position.num_skipped_steps + (not outcome.step_report.stepped),
+    )
+    metrics = step_metrics(outcome, step=position.step, num_tokens=position.num_tokens)
+    training.folder.append("metrics", metrics)
+    training.say(step_line(metrics, max_steps=training.max_steps, tokens_of_step=tokens_of_step))
+    for reason in dict.fromkeys(reason for report in outcome.reports for reason in report.skipped_reasons):
+        what = reason.partition(": ")[2] or reason  # without the group's number in its call
+        training.say_once(f"  a group was skipped: {what} (said once; skipped_groups in metrics.jsonl counts them)")
+    if not outcome.step_report.stepped:
+        training.say_once(
+            f"  no parameter was changed: {outcome.step_report.reason} (said once; stepped in metrics.jsonl)"
+        )
+    return position
+
+
+def _log_completions(training: Training, step: int, rollouts: Sequence[Rollout]) -> None:
+    if not training.config.run.log_completions:
+        return
+    advantages = training.objective.group_advantages([rollout.group for rollout in rollouts])
+    for rollout, advantages_G in zip(rollouts, advantages, strict=True):
+        tail = training.tokenizer.decode(rollout.prompt.token_ids[-PROMPT_TAIL_TOKENS:].tolist())
+        for record in completion_records(rollout, advantages_G, step=step, prompt_tail=tail):
+            training.folder.append("completions", record)
+
+
+def _save(training: Training, position: Position, randomness: RandomState) -> None:
+    training.folder.flush()
+    path = save_checkpoint(
+        training.folder.checkpoints,
+        position,
+        save_weights=training.save_weights,
+        optimizer=training.optimizer,
+        randomness=randomness,
+        fingerprint=training.fingerprint,
+        keep=training.config.run.keep_checkpoints,
+    )
+    training.say(f"saved {path}")
+
+
+def _is_save_due(training: Training, position: Position) -> bool:
+    save_steps = training.config.run.save_steps
+    is_last = position.step >= training.max_steps
+    return is_last or (save_steps is not None and position.step % save_steps == 0)
+
+
+def _evaluates_before(training: Training, position: Position) -> bool:
+    evaluation = training.config.evaluation
+    return evaluation is not None and evaluation.before and position.step == 0
+
+
+def _evaluates_after(training: Training, position: Position) -> bool:
+    evaluation = training.config.evaluation
+    if evaluation is None:
+        return False
+    if position.step >= training.max_steps:
+        return evaluation.after
+    every, taken = evaluation.every, training.config.run.num_iterations
+    return every is not None and position.step // every > (position.step - taken) // every
