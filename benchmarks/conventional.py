@@ -8,17 +8,28 @@ vocabulary, D head width.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from peft import PeftModel
 from prefix_grouper import PrefixGrouper
-from small_models import Problem
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from small_models import Problem
+
 GROUPED_ATTENTION = "benchmark_prefix_grouper"
+
+
+@dataclass(frozen=True, eq=False)
+class GroupedLayout:
+    """What the grouped attention needs to know of the one sequence that holds a prompt and all its responses."""
+
+    grouper: PrefixGrouper
+    suffix_mask: Tensor | None  # additive, [R, P + R]; None where the kernel knows the bottom-right causal case
 
 
 def token_logprobs(logits_RV: Tensor, token_ids_R: Tensor) -> Tensor:
@@ -26,7 +37,7 @@ def token_logprobs(logits_RV: Tensor, token_ids_R: Tensor) -> Tensor:
 
 
 def dapo_loss(logprobs_R: Tensor, advantage: float, *, num_active_tokens: int, epsilon: float = 0.2) -> Tensor:
-    """One response's part of the loss; the old policy is the current one, so the ratio is 1 and its gradient is not 0."""
+    """One response's part of the loss; the old policy is the current one, so the ratio is 1 (its gradient is not 0)."""
     ratio_R = (logprobs_R - logprobs_R.detach()).exp()
     clipped_R = ratio_R.clamp(1 - epsilon, 1 + epsilon)
     return -torch.minimum(ratio_R * advantage, clipped_R * advantage).sum() / num_active_tokens
@@ -64,10 +75,8 @@ def _grouped_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    prefix_grouper: PrefixGrouper,
-    suffix_mask: Tensor | None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
+    layout: GroupedLayout,
+    scaling: float,
     **_: object,
 ) -> tuple[Tensor, None]:
     """prefix-grouper's attention with stock sdpa for its two calls.
@@ -78,7 +87,7 @@ def _grouped_attention(
 
     def attend(q_BHSD: Tensor, k_BHSD: Tensor, v_BHSD: Tensor, _padding: Tensor) -> Tensor:
         is_prefix = q_BHSD.shape[2] == k_BHSD.shape[2]
-        mask = None if is_prefix else suffix_mask
+        mask = None if is_prefix else layout.suffix_mask
         if mask is None and not is_prefix:
             mask = causal_lower_right(q_BHSD.shape[2], k_BHSD.shape[2])
         out_BHSD = scaled_dot_product_attention(
@@ -86,7 +95,7 @@ def _grouped_attention(
         )
         return out_BHSD.transpose(1, 2)
 
-    return prefix_grouper.forward(attend, query, key, value), None
+    return layout.grouper.forward(attend, query, key, value), None
 
 
 ALL_ATTENTION_FUNCTIONS.register(GROUPED_ATTENTION, _grouped_attention)
@@ -117,8 +126,7 @@ def prefix_grouper_update(model: PeftModel, problem: Problem, *, checkpointing: 
             input_ids=torch.cat([problem.prompt_P, *problem.responses]).to(device)[None],
             position_ids=torch.cat([torch.arange(num_prompt), response_positions]).to(device)[None],
             use_cache=False,
-            prefix_grouper=grouper,
-            suffix_mask=mask,
+            layout=GroupedLayout(grouper, mask),
         ).last_hidden_state[0, num_prompt - 1 :]
         last_prompt_hidden, response_hidden = hidden[:1], hidden[1:].split(num_response)
         loss = hidden.new_zeros((), dtype=torch.float32)

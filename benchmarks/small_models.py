@@ -45,27 +45,29 @@ class Problem:
         return sum(response.numel() for response in self.responses)
 
 
-def build_model(kind: Kind, size: ModelSize, *, dtype: torch.dtype, device: torch.device) -> PeftModel:
-    """A random model with stock sdpa attention and LoRA r=16 on all linear layers, adapters in float32 as peft makes them.
+def build_model(kind: Kind, size: ModelSize, *, device: torch.device, dtype: torch.dtype = torch.bfloat16) -> PeftModel:
+    """A random bf16 model with stock sdpa attention and LoRA r=16 on all linear layers, float32 adapters (peft's way).
 
-    The same arguments give the same weights. LoRA's B is random too, so that no gradient is zero by construction.
+    The same arguments give the same weights. With `dtype` float32 the bf16 weights are widened, so both precisions are
+    the same model. LoRA's B is random too, so that no gradient is zero by construction.
     """
     torch.manual_seed(0)
-    common = dict(
-        vocab_size=size.vocab_size,
-        hidden_size=size.hidden_size,
-        intermediate_size=size.intermediate_size,
-        num_hidden_layers=size.num_layers,
-        num_attention_heads=size.num_heads,
-        num_key_value_heads=size.num_kv_heads,
-        head_dim=size.head_dim,
-        max_position_embeddings=size.max_positions,
-        initializer_range=size.hidden_size**-0.5,
-        tie_word_embeddings=False,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
+    common = {
+        "vocab_size": size.vocab_size,
+        "hidden_size": size.hidden_size,
+        "intermediate_size": size.intermediate_size,
+        "num_hidden_layers": size.num_layers,
+        "num_attention_heads": size.num_heads,
+        "num_key_value_heads": size.num_kv_heads,
+        "head_dim": size.head_dim,
+        "max_position_embeddings": size.max_positions,
+        "initializer_range": size.hidden_size**-0.5,
+        "tie_word_embeddings": False,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    rotary = {"rope_type": "default", "rope_theta": 1e7}
     if kind == "hybrid":
         pairs = size.head_dim // 8  # rotary frequencies: a quarter of the head is rotated
         sections = [pairs - 2 * (pairs // 3), pairs // 3, pairs // 3]
@@ -78,15 +80,13 @@ def build_model(kind: Kind, size: ModelSize, *, dtype: torch.dtype, device: torc
             linear_value_head_dim=size.head_dim,
             linear_conv_kernel_dim=4,
             full_attention_interval=4,
-            rope_parameters=dict(
-                rope_type="default", rope_theta=1e7, partial_rotary_factor=0.25, mrope_section=sections
-            ),
+            rope_parameters={**rotary, "partial_rotary_factor": 0.25, "mrope_section": sections},
         )
     else:
-        config = AutoConfig.for_model("qwen3", **common, rope_parameters=dict(rope_type="default", rope_theta=1e7))
-    model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa").to(device)
+        config = AutoConfig.for_model("qwen3", **common, rope_parameters=rotary)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
     lora = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", init_lora_weights=False)
-    return get_peft_model(model, lora)
+    return get_peft_model(model, lora).to(device=device, dtype=torch.float32 if dtype == torch.float32 else None)
 
 
 def build_problem(num_prompt_tokens: int, num_responses: int, vocab_size: int) -> Problem:

@@ -31,7 +31,7 @@ class Machine:
 
 @dataclass(frozen=True)
 class Cell:
-    """One method on one problem. Fields are None where something was not run; `note` then says why and on what basis."""
+    """One method on one problem. Fields are None where something was not run; `note` then says why, on what basis."""
 
     model: str
     num_prompt_tokens: int
@@ -45,6 +45,7 @@ class Cell:
     gradient_relative_error: float | None = None
     reference: str = ""
     note: str = ""
+    precision: str = "bf16"
 
     @property
     def median_seconds(self) -> float | None:
@@ -62,7 +63,7 @@ def describe_machine(device: torch.device) -> Machine:
     return Machine(
         date=datetime.date.today().isoformat(),
         processor=_processor_name(),
-        num_cores=torch.get_num_threads() if not (cores := _num_cores()) else cores,
+        num_cores=_num_cores(),
         num_threads=torch.get_num_threads(),
         memory_bytes=_meminfo_bytes("MemTotal"),
         device=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
@@ -99,7 +100,8 @@ def machine_lines(machine: Machine) -> list[str]:
 def comparison_table(cells: Sequence[Cell], baseline: str) -> list[str]:
     """One row a cell, problems in the order given; ratios are to `baseline` on the same problem."""
     rows = [
-        "| model | prompt | G | method | time, s (range) | faster than (a) | peak, MiB | of (a)'s peak | cosine | relative error |",
+        "| model | prompt | G | method | time, s (range) | faster than (a) | peak, MiB | of (a)'s peak | cosine "
+        "| relative error |",
         "|---|---:|---:|---|---:|---:|---:|---:|---:|---:|",
     ]
     bases = {_problem(cell): cell for cell in cells if cell.method == baseline}
@@ -116,6 +118,44 @@ def comparison_table(cells: Sequence[Cell], baseline: str) -> list[str]:
             _ratio(cell.peak_bytes, base.peak_bytes if base else None, ""),
             "" if cell.gradient_cosine is None else f"{cell.gradient_cosine:.6f}",
             "" if cell.gradient_relative_error is None else f"{cell.gradient_relative_error:.1e}",
+        ]
+        rows.append("| " + " | ".join(columns) + " |")
+    return rows
+
+
+def gradient_table(cells: Sequence[Cell]) -> list[str]:
+    """Gradients against float32 full-sequence training of the same weights."""
+    rows = ["| model | precision | method | cosine | relative error |", "|---|---|---|---:|---:|"]
+    for cell in cells:
+        if cell.gradient_cosine is not None:
+            numbers = f"{cell.gradient_cosine:.7f} | {cell.gradient_relative_error:.1e}"
+            rows.append(f"| {cell.model} | {cell.precision} | {cell.method} | {numbers} |")
+    return rows
+
+
+def summary_table(cells: Sequence[Cell], methods: Sequence[str], baseline: str, peer: str) -> list[str]:
+    """One row for each of `methods` on each problem: its ratios to the baseline, to the peer, and to itself at G=1."""
+    rows = [
+        "| model | prompt | G | method | faster than (a) | of (a)'s peak | time / (b)'s | time / own at G=1 "
+        "| peak / own at G=1 |",
+        "|---|---:|---:|---|---:|---:|---:|---:|---:|",
+    ]
+    found = {(*_problem(cell), cell.method): cell for cell in cells}
+    for cell in cells:
+        if cell.method not in methods or cell.median_seconds is None:
+            continue
+        base, other = found.get((*_problem(cell), baseline)), found.get((*_problem(cell), peer))
+        single = found.get((cell.model, cell.num_prompt_tokens, 1, cell.method))
+        columns = [
+            cell.model,
+            f"{cell.num_prompt_tokens:,}",
+            str(cell.num_responses),
+            cell.method,
+            _ratio(base.median_seconds if base else None, cell.median_seconds, "x"),
+            _ratio(cell.peak_bytes, base.peak_bytes if base else None, ""),
+            _ratio(cell.median_seconds, other.median_seconds if other else None, ""),
+            _ratio(cell.median_seconds, single.median_seconds if single else None, ""),
+            "" if single is None or not single.peak_bytes else f"{cell.peak_bytes / single.peak_bytes:.4f}",
         ]
         rows.append("| " + " | ".join(columns) + " |")
     return rows

@@ -1,11 +1,14 @@
 """Small random models of every family, and the conventional run that their exact gradients are compared with."""
 
+import sys
 from collections.abc import Callable, Sequence
 
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 BASE = dict(
     vocab_size=99,
@@ -105,3 +108,50 @@ def worst_error(got: dict[str, Tensor], want: dict[str, Tensor]) -> tuple[float,
         error = float((a - b).norm()) / scale if scale > 1e-9 else float((a - b).norm() > 1e-7)
         worst = max(worst, (error, name))
     return worst
+
+
+class StoppedOracle:
+    """The stock model with everything that passes from prompt to response positions detached.
+
+    Within the context the model's attention detaches the keys and values of the first `num_prompt_tokens` positions, its
+    DeltaNet layers detach their convolution's and recurrence's inputs there, and the prompt's last hidden state is detached.
+    """
+
+    def __init__(self, model: nn.Module, num_prompt_tokens: int) -> None:
+        base = model.get_base_model() if hasattr(model, "get_base_model") else model
+        self.config, self.norm, self.cut = base.config, base.model.norm, num_prompt_tokens
+        self.module = sys.modules[type(base).__module__]
+
+    def _detached(self, x: Tensor, dim: int) -> Tensor:
+        size = x.shape[dim]
+        return torch.cat([x.narrow(dim, 0, self.cut).detach(), x.narrow(dim, self.cut, size - self.cut)], dim)
+
+    def __enter__(self) -> None:
+        eager = self.module.eager_attention_forward
+        ALL_ATTENTION_FUNCTIONS.register(
+            "stopped_oracle",
+            lambda m, q, k, v, mask, **kw: eager(m, q, self._detached(k, 2), self._detached(v, 2), mask, **kw),
+        )
+        ALL_MASK_ATTENTION_FUNCTIONS.register("stopped_oracle", ALL_MASK_ATTENTION_FUNCTIONS["eager"])
+        self.config._attn_implementation = "stopped_oracle"
+        self.handle = self.norm.register_forward_pre_hook(lambda _, args: (self._detached(args[0], 1),))
+        self.stock = {
+            name: getattr(self.module, name)
+            for name in ("torch_chunk_gated_delta_rule", "causal_conv1d_fn")
+            if hasattr(self.module, name)
+        }
+        if self.stock:
+            rule, conv = self.stock["torch_chunk_gated_delta_rule"], self.stock["causal_conv1d_fn"]
+
+            def stopped_rule(q, k, v, g, beta, **kw):
+                q, k, v, g, beta = (self._detached(x, 1) for x in (q, k, v, g, beta))
+                return rule(q, k, v, g=g, beta=beta, **kw)
+
+            self.module.torch_chunk_gated_delta_rule = stopped_rule
+            self.module.causal_conv1d_fn = lambda x, *args, **kw: conv(self._detached(x, 2), *args, **kw)
+
+    def __exit__(self, *_: object) -> None:
+        self.config._attn_implementation = "eager"
+        self.handle.remove()
+        for name, function in self.stock.items():
+            setattr(self.module, name, function)

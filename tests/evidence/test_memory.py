@@ -6,7 +6,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
 from longstraw.errors import InputError
-from longstraw.evidence.memory import MemoryTracker
+from longstraw.evidence.memory import MemoryTracker, StageProgress
 
 F32 = 4
 
@@ -226,6 +226,34 @@ def test_what_is_freed_after_the_block_is_still_subtracted():
 def test_a_stage_without_a_name_is_refused():
     with pytest.raises(InputError, match="needs a name"):
         MemoryTracker().begin_stage("")
+
+
+class _Calls:
+    def __init__(self):
+        self.calls = []
+
+    def start(self, stage, total_tokens):
+        self.calls.append((stage, total_tokens))
+
+    def advance(self, num_tokens):
+        self.calls.append(num_tokens)
+
+    def finish(self):
+        self.calls.append("finish")
+
+
+def test_the_stages_of_a_progress_become_stages_of_the_tracker_and_are_handed_on():
+    inner = _Calls()
+    with MemoryTracker() as tracker:
+        progress = StageProgress(tracker, inner)
+        for stage, size in (("capture", 7), ("replay", 9), ("capture", 8)):
+            progress.start(stage, 2 * size)
+            torch.zeros(size)
+            progress.advance(size)
+            progress.finish()
+        torch.zeros(100)
+    assert tracker.stage_peak_bytes == {"capture": 8 * F32, "replay": 9 * F32}
+    assert inner.calls == [("capture", 14), 7, "finish", ("replay", 18), 9, "finish", ("capture", 16), 8, "finish"]
 
 
 @pytest.mark.gpu

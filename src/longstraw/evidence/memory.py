@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from longstraw.errors import InputError
+from longstraw.execution.progress import Progress, Silent
 
 NO_STAGE = ""
 NUM_LARGEST_KEPT = 64
@@ -318,3 +319,24 @@ class MemoryTracker:
         self._peak_bytes = max(self._peak_bytes, peak)
         for name in self._stages:
             self._stage_peak_bytes[name] = max(self._stage_peak_bytes[name], peak)
+
+
+class StageProgress:
+    """The engine's stages as stages of a tracker: `Engine(..., progress=StageProgress(tracker))`. Hands all calls on."""
+
+    def __init__(self, tracker: MemoryTracker, progress: Progress | None = None) -> None:
+        self._tracker = tracker
+        self._progress = progress or Silent()
+        self._stage = NO_STAGE
+
+    def start(self, stage: str, total_tokens: int) -> None:
+        self._stage = stage
+        self._tracker.begin_stage(stage)
+        self._progress.start(stage, total_tokens)
+
+    def advance(self, num_tokens: int) -> None:
+        self._progress.advance(num_tokens)
+
+    def finish(self) -> None:
+        self._progress.finish()
+        self._tracker.end_stage(self._stage)

@@ -29,6 +29,7 @@ from longstraw.errors import InputError
 BLOCK_TOKENS = 64
 BLOCKS_IN_FLIGHT = 64  # head-blocks whose intermediates are alive at a time: bounds memory, keeps them in cache
 NORM_EPSILON = 1e-6
+LOWEST_LOG_DECAY = -60.0  # 1e-26 stands for everything below: tiny results, and exp of less, are many times slower
 SMALLEST_BETA = 1e-14  # backward divides by its square, without underflow; far below what matters next to 1
 CONV_ELEMENTS = 1 << 17  # elements of one convolution slice, so that its passes stay in cache
 
@@ -206,14 +207,16 @@ def _segment(q_BTJK: Tensor, k_BTJK: Tensor, log_decay_BTH: Tensor, beta_BTH: Te
     kq_NBJPCK *= norm_NBJPC1
     products_NBJPCC = kq_NBJPCK @ kq_NBJPCK[:, :, :, :1].mT
 
-    # Sums of log decays reach thousands where single steps matter: float64 keeps differences exact, and masking before
-    # exp keeps what lies above the diagonal, exp of large positive numbers, out of the arithmetic.
+    # Sums of log decays reach thousands where single steps matter: float64 keeps their differences exact. What lies
+    # above the diagonal is clamped before exp, so that no infinity ever meets a zero.
     log_NBHC = _blocks(log_decay_BTH.unsqueeze(-1), cut, torch.float64).squeeze(-1).cumsum(-1)
-    upper_CC = torch.ones(cut[2], cut[2], dtype=torch.bool, device=q_BTJK.device).triu_(1)
-    decay_NBHCC = (log_NBHC.unsqueeze(-1) - log_NBHC.unsqueeze(-2)).to(dtype).masked_fill_(upper_CC, -torch.inf).exp_()
+    pairs_NBHCC = (log_NBHC.unsqueeze(-1) - log_NBHC.unsqueeze(-2)).to(dtype)
+    decay_NBHCC = pairs_NBHCC.clamp_(LOWEST_LOG_DECAY, 0).exp_().tril_()
     decay_NBJGCC = decay_NBHCC.unflatten(2, (num_key_heads, group))
-    start_NBHC, end_NBHC = log_NBHC.exp().to(dtype), (log_NBHC[..., -1:] - log_NBHC).exp().to(dtype)
-    start_NBJGC, end_NBJGC = (x.unflatten(2, (num_key_heads, group)) for x in (start_NBHC, end_NBHC))
+    start_NBJGC, end_NBJGC = (
+        x.clamp(min=LOWEST_LOG_DECAY).exp().to(dtype).unflatten(2, (num_key_heads, group))
+        for x in (log_NBHC, log_NBHC[..., -1:] - log_NBHC)
+    )
 
     beta_NBHC = _blocks(beta_BTH.unsqueeze(-1), cut, dtype).squeeze(-1).clamp_(min=SMALLEST_BETA)
     beta_NBJGC = beta_NBHC.unflatten(2, (num_key_heads, group))
@@ -235,7 +238,7 @@ def _segment(q_BTJK: Tensor, k_BTJK: Tensor, log_decay_BTH: Tensor, beta_BTH: Te
         late_k_NMCK=late_NBJGCK.flatten(1, 3),
         start_decay_NBJGC=start_NBJGC,
         end_decay_NBJGC=end_NBJGC,
-        block_decay_NM11=start_NBHC[..., -1].flatten(1)[..., None, None],
+        block_decay_NM11=start_NBJGC[..., -1].flatten(1)[..., None, None],
         beta_NBHC=beta_NBHC,
     )
 
@@ -301,7 +304,11 @@ class _GatedDeltaRule(torch.autograd.Function):
             _recur_back(segment, d_reads_NMDV, d_states_NMKV=d_states_NMKV)
             d_state_MKV = d_states_NMKV[0]
             parts = _gradients(
-                segment, states_NMKV[:-1], deltas_NMCV=deltas_NMCV, d_reads_NMDV=d_reads_NMDV, d_ends_NMKV=d_states_NMKV[1:]
+                segment,
+                states_NMKV[:-1],
+                deltas_NMCV=deltas_NMCV,
+                d_reads_NMDV=d_reads_NMDV,
+                d_ends_NMKV=d_states_NMKV[1:],
             )
             for whole, part_NBHCX in zip(d_inputs, parts, strict=True):
                 _cut_view(whole if whole.dim() == 4 else whole.unsqueeze(-1), cut).copy_(part_NBHCX)
@@ -362,7 +369,9 @@ def _gradients(
     d_kq_NBJPCK[:, :, :, 0] += d_products_NBJDC.mT @ kq_NBJDK
     along_NBJPC1 = (d_kq_NBJPCK * segment.kq_NBJPCK).sum(-1, keepdim=True)
     along_NBJPC1[:, :, :, 1] *= segment.kq_NBJPCK.shape[-1]  # the length of a scaled query is K ** -0.5, not 1
-    d_k_NBJCK, d_q_NBJCK = d_kq_NBJPCK.addcmul_(segment.kq_NBJPCK, along_NBJPC1, value=-1).mul_(segment.norm_NBJPC1).unbind(3)
+    d_k_NBJCK, d_q_NBJCK = (
+        d_kq_NBJPCK.addcmul_(segment.kq_NBJPCK, along_NBJPC1, value=-1).mul_(segment.norm_NBJPC1).unbind(3)
+    )
 
     d_v_NBHCV = d_reads_NMDV[:, :, :tokens].unflatten(1, (-1, heads.numel()))
     deltas_NBHCV = deltas_NMCV.unflatten(1, (-1, heads.numel()))

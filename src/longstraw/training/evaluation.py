@@ -6,16 +6,14 @@ from longstraw.training.checkpoint import Position
 from longstraw.training.metrics import Metrics, reward_metrics
 from longstraw.training.prompts import completion_text, encode_prompt
 from longstraw.training.rewards import Completions, ScoredGroup, TrainerState, score_group
-from longstraw.training.run import Training, draw_seed, sampling_settings
+from longstraw.training.run import Evaluation, Training, draw_seed, sampling_settings
 
 
-def evaluate(training: Training, position: Position) -> Metrics:
+def evaluate(training: Training, evaluation: Evaluation, position: Position) -> Metrics:
     """Means over all responses to all held-out rows, written to evaluations.jsonl under the functions' names.
 
     The same seeds every time: what changes between two evaluations is the policy.
     """
-    config, evaluation = training.config.evaluation, training.evaluation
-    assert config is not None and evaluation is not None, "the caller asks whether there is one"
     scored: list[ScoredGroup] = []
     lengths: list[int] = []
     truncated: list[bool] = []
@@ -24,7 +22,7 @@ def evaluate(training: Training, position: Position) -> Metrics:
             seed = draw_seed(training.config.run.seed, "evaluation", row.index)
             settings = sampling_settings(training.config.sampling, training.stop_ids, seed)
             with training.engine.capture(encode_prompt(training.tokenizer, row)) as state:
-                responses = training.engine.sample(state, config.num_generations, settings)
+                responses = training.engine.sample(state, evaluation.config.num_generations, settings)
             texts = [completion_text(training.tokenizer, response) for response in responses]
             completions = Completions(texts, [response.token_ids.tolist() for response in responses])
             trainer_state = TrainerState(position.step, training.max_steps, position.rows_drawn / len(training.rows))

@@ -30,8 +30,7 @@ def train(training: Training, start: Position) -> Position:
     If a row or a reward stops the run (`LongStrawError`), the steps before it are saved first and the error is raised.
     """
     position = saved = start
-    if _evaluates_before(training, start):
-        evaluate(training, position)
+    _evaluate_if_due(training, position, num_taken=0)
     while position.step < training.max_steps:
         randomness, version = random_state(), training.engine.policy_version
         try:
@@ -40,8 +39,7 @@ def train(training: Training, start: Position) -> Position:
             if position.step > saved.step and training.engine.policy_version == version:
                 _save(training, position, randomness)
             raise
-        if _evaluates_after(training, position):
-            evaluate(training, position)
+        _evaluate_if_due(training, position, num_taken=training.config.run.num_iterations)
         if _is_save_due(training, position):
             _save(training, position, random_state())
             saved = position
@@ -168,16 +166,9 @@ def _is_save_due(training: Training, position: Position) -> bool:
     return is_last or (save_steps is not None and position.step % save_steps == 0)
 
 
-def _evaluates_before(training: Training, position: Position) -> bool:
-    evaluation = training.config.evaluation
-    return evaluation is not None and evaluation.before and position.step == 0
-
-
-def _evaluates_after(training: Training, position: Position) -> bool:
-    evaluation = training.config.evaluation
-    if evaluation is None:
-        return False
-    if position.step >= training.max_steps:
-        return evaluation.after
-    every, taken = evaluation.every, training.config.run.num_iterations
-    return every is not None and position.step // every > (position.step - taken) // every
+def _evaluate_if_due(training: Training, position: Position, *, num_taken: int) -> None:
+    evaluation = training.evaluation
+    if evaluation is not None and evaluation.is_due(
+        position.step, num_taken=num_taken, max_steps=training.max_steps
+    ):
+        evaluate(training, evaluation, position)

@@ -25,7 +25,7 @@ class Tokenizer(Protocol):
     chat_template: str | None
     all_special_ids: list[int]
 
-    def encode(self, text: str, add_special_tokens: bool = True, *, verbose: bool = True) -> list[int]: ...
+    def encode(self, text: str, *, add_special_tokens: bool, verbose: bool) -> list[int]: ...
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = False) -> str: ...
 
@@ -64,7 +64,7 @@ def prompt_text(tokenizer: Tokenizer, row: Row) -> str:
 
 def encode_prompt(tokenizer: Tokenizer, row: Row) -> Prompt:
     """The row's prompt as token ids. A template writes its own special tokens; text gets the tokenizer's."""
-    ids = tokenizer.encode(prompt_text(tokenizer, row), not row.is_conversational, verbose=False)
+    ids = _encode(tokenizer, prompt_text(tokenizer, row), add_special_tokens=not row.is_conversational)
     if not ids:
         raise InputError(f"data: the prompt of {row.origin} has no tokens.")
     return Prompt(ids)
@@ -115,7 +115,7 @@ def stop_ids(tokenizer: Tokenizer, stops: Sequence[int | str] | None) -> tuple[i
 
 
 def _single_token(tokenizer: Tokenizer, text: str) -> int:
-    ids = tokenizer.encode(text, False)
+    ids = _encode(tokenizer, text)
     if len(ids) != 1:
         raise InputError(
             f"sampling.stop: {text!r} is {len(ids)} tokens for this tokenizer; a stop must be one token, or its id."
@@ -133,5 +133,10 @@ def _end_of_turn_id(tokenizer: Tokenizer) -> int | None:
     except TemplateError:
         return None  # a template for conversations of another form; the end of text remains
     after = text.rpartition(PROBE)[2].lstrip()
-    ids = tokenizer.encode(after, False)[:1]
+    ids = _encode(tokenizer, after)[:1]
     return ids[0] if ids and ids[0] in tokenizer.all_special_ids else None
+
+
+def _encode(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool = False) -> list[int]:
+    # Not verbose: the warning about texts beyond the tokenizer's own length is not for a program that checks positions.
+    return tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False)

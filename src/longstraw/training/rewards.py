@@ -181,7 +181,8 @@ def _module_from_file(file: Path, path: str) -> ModuleType:
     if file.suffix != ".py" or not file.is_file():
         raise InputError(f"reward {path}: there is no Python file {file}.")
     spec = importlib.util.spec_from_file_location(f"reward_file_{file.stem}", file)
-    assert spec is not None and spec.loader is not None, "a .py file has a loader"
+    assert spec is not None, "a .py file has a loader"
+    assert spec.loader is not None, "a .py file has a loader"
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses and pickling look modules up by name
     spec.loader.exec_module(module)

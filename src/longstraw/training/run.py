@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from longstraw.config import RunConfig, SamplingConfig
+from longstraw.config import EvaluationConfig, RunConfig, SamplingConfig
 from longstraw.execution.engine import Engine
 from longstraw.grpo.losses import GRPO
 from longstraw.records import SamplingSettings
@@ -22,10 +22,20 @@ from longstraw.training.run_folder import RunFolder
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Held-out rows and the functions whose means are reported."""
+    """Held-out rows, when they are scored, and the functions whose means are reported."""
 
+    config: EvaluationConfig
     rows: Sequence[Row]
     metrics: Sequence[RewardFunction]
+
+    def is_due(self, step: int, *, num_taken: int, max_steps: int) -> bool:
+        """Whether to evaluate after `step`, reached by the last `num_taken` optimizer steps (0: before the first)."""
+        if num_taken == 0:
+            return self.config.before and step == 0
+        if step >= max_steps:
+            return self.config.after
+        every = self.config.every
+        return every is not None and step // every > (step - num_taken) // every
 
 
 @dataclass(frozen=True)

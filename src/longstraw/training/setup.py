@@ -138,7 +138,7 @@ def check_inputs(config: RunConfig) -> Inputs:
     functions = rewards if metrics is None else load_reward_functions(metrics)
     held_out = load_rows(config.evaluation.rows, split=config.evaluation.split)[: config.evaluation.max_rows]
     check_arguments(functions, list(held_out[0].columns))
-    return Inputs(rows, rewards, Evaluation(held_out, functions), objective)
+    return Inputs(rows, rewards, Evaluation(config.evaluation, held_out, functions), objective)
 
 
 def make_objective(grpo: GRPOConfig, sampling: SamplingConfig) -> GRPO:
@@ -185,7 +185,7 @@ def fitting_rows(
     held_out = keep_fitting_rows(
         inputs.evaluation.rows, lengths.evaluation, max_prompt_tokens=limit, limit_is=limit_is, skip_longer=skips
     )
-    return rows, Evaluation(held_out, inputs.evaluation.metrics)
+    return rows, Evaluation(inputs.evaluation.config, held_out, inputs.evaluation.metrics)
 
 
 def load_policy(config: ModelConfig, checkpoint: Path | None) -> nn.Module:
