@@ -204,7 +204,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> tuple[Settings, t
     )
     parser.add_argument("--chunk-tokens", type=int, default=2048)
     parser.add_argument("--budget", type=float, default=900.0, help="seconds of a timed run; longer ones are estimated")
-    parser.add_argument("--total-budget", type=float, default=math.inf, help="seconds after which no cell is begun")
+    parser.add_argument("--total-budget", type=float, default=86400.0, help="seconds after which no cell begins")
     parser.add_argument("--repeats", type=int, default=3, help="timed runs of a short cell")
     parser.add_argument("--repeat-below", type=float, default=30.0, help="seconds that make a cell short")
     parser.add_argument("--layers", type=int, default=8)

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -15,12 +13,6 @@ from rich.console import Console
 from longstraw.config import RunConfig
 from longstraw.config_file import load_config
 from longstraw.errors import LongStrawError
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
-
-    from longstraw.training.progress import MemoryTracking, StageMemory
 
 USER_ERROR = 2
 INTERRUPTED = 130
@@ -105,28 +97,8 @@ def _train(config: RunConfig, *, is_resumed: bool, resume_from: Path | None) -> 
         console.print(text, markup=False)
 
     with stage_display(console) as display:
-        surroundings = Surroundings(
-            say=say,
-            display=display,
-            track_memory=_memory_tracking if config.run.track_memory else None,
-            is_resumed=is_resumed,
-            resume_from=resume_from,
-        )
+        surroundings = Surroundings(say=say, display=display, is_resumed=is_resumed, resume_from=resume_from)
         train_loop(*prepare(config, surroundings))
-
-
-def _memory_tracking(device: torch.device, lasting: Callable[[], Iterable[Tensor]]) -> MemoryTracking:
-    """Count live bytes of each step anew, on top of the tensors that last from step to step."""
-    from longstraw.evidence.memory import MemoryTracker
-
-    @contextmanager
-    def tracked() -> Iterator[StageMemory]:
-        tracker = MemoryTracker(device)
-        tracker.watch(lasting())
-        with tracker:
-            yield tracker
-
-    return tracked
 
 
 def _write_report(run_folder: Path) -> Path:

@@ -12,7 +12,8 @@ TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5}
 @pytest.fixture(autouse=True)
 def small_calls(monkeypatch):
     """Several kernel calls per extent and per window at test sizes."""
-    monkeypatch.setattr(attention, "KEYS_PER_CALL", 5)
+    monkeypatch.setattr(attention, "KEYS_PER_FORWARD_CALL", 5)
+    monkeypatch.setattr(attention, "MIN_KEYS_PER_BACKWARD_CALL", 2)
     monkeypatch.setattr(attention, "QUERIES_PER_WINDOW_CALL", 4)
 
 

@@ -168,6 +168,8 @@ def test_long_run_shows_its_last_steps_as_numbers(make_run):
     folder = make_run(NUM_TABLE_STEPS + 30)
     page = report(folder)
     assert f"The last {NUM_TABLE_STEPS} steps; all are in metrics.jsonl." in page.text
+    first_cells = re.findall(r"<tr><td>(\d+)</td>", (folder / "report.html").read_text(encoding="utf-8"))
+    assert list(map(int, first_cells)) == list(range(31, NUM_TABLE_STEPS + 31))
     assert (folder / "report.html").stat().st_size < 1_000_000
 
 

@@ -50,6 +50,10 @@ def test_single_point_is_visible():
     assert len(markers(curve([0.5]))) == 1
 
 
+def test_few_points_are_marked():
+    assert len(markers(curve([1.0, 2.0, 4.0]))) == 3
+
+
 def test_point_between_gaps_is_visible():
     values = [1.0] * 20 + [math.nan, 2.0, math.nan] + [1.0] * 20
     assert markers(curve(values))

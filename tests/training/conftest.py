@@ -34,7 +34,9 @@ class FakeTokenizer:
         return [(ord(letter) - ord("a")) % STOP for letter in text]
 
     def decode(self, token_ids, skip_special_tokens=False):
-        return "".join("." if i == STOP else chr(ord("a") + i) for i in token_ids if not (skip_special_tokens and i == STOP))
+        return "".join(
+            "." if i == STOP else chr(ord("a") + i) for i in token_ids if not (skip_special_tokens and i == STOP)
+        )
 
 
 class FakeState:
@@ -76,7 +78,9 @@ class FakeEngine:
         logprobs = torch.log_softmax(self.parameter[:, 0].detach(), 0)
         responses = []
         for _ in range(num_responses):
-            ids = torch.multinomial(logprobs.exp(), settings.max_new_tokens, replacement=True, generator=generator).tolist()
+            ids = torch.multinomial(
+                logprobs.exp(), settings.max_new_tokens, replacement=True, generator=generator
+            ).tolist()
             ends = [ids.index(stop) for stop in settings.stop_ids if stop in ids]
             kept = ids[: min(ends) + 1] if ends else ids
             responses.append(Response(kept, logprobs[kept], truncated=not ends))

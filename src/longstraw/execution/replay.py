@@ -39,6 +39,7 @@ def replay_subtree(run: Runner, node: SpanNode, parent: NodeState, send: SendCot
     if node.has_cotangent() or state.received_cotangent:
         pull_node(run, state, node, captured.last_chunk)
     state.free()
+    node.release()
 
 
 def pull_node(run: Runner, state: NodeState, node: SpanNode | None, last_chunk: ChunkForward | None = None) -> None:

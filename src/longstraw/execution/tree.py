@@ -39,6 +39,10 @@ class SpanNode:
         self.logprobs_T, self.entropies_T = logprobs_T, entropies_T
         self.d_logprobs_T, self.d_entropies_T = torch.zeros_like(logprobs_T), torch.zeros_like(entropies_T)
 
+    def release(self) -> None:
+        """The span was replayed: its numbers are not needed again."""
+        self.logprobs_T = self.entropies_T = self.d_logprobs_T = self.d_entropies_T = None
+
     def has_cotangent(self) -> bool:
         """Whether any trajectory through the span sent a gradient to its own logprobs."""
         if self.d_logprobs_T is None or self.d_entropies_T is None:

@@ -10,15 +10,18 @@ Shape suffixes: H query heads, K key heads, G query heads per key head, T querie
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from longstraw.ops.kernels import attend, attend_backward, wide_dtype
 
-# Keys taken by one kernel call. It bounds what the call makes: repacked keys in forward, dK and dV in backward.
-KEYS_PER_CALL = 4096
+# Keys taken by one kernel call in forward, where they bound the kernel's own repacked copy.
+KEYS_PER_FORWARD_CALL = 16384
+# Keys taken by one kernel call in backward are as many as the chunk has tokens, so that dK and dV of a call are never larger
+# than those of the chunk; at least this many, for short responses.
+MIN_KEYS_PER_BACKWARD_CALL = 256
 # Queries taken by one masked call of a sliding window: its mask is [QUERIES_PER_WINDOW_CALL, that + window].
 QUERIES_PER_WINDOW_CALL = 1024
 NO_KEYS = -1e30  # LSE of an empty set: finite, so that minus itself is 0
@@ -96,7 +99,8 @@ class ChunkAttention(torch.autograd.Function):
                 out, lse = _add_sinks(out, lse, sinks)
             out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, sinks, out, lse)
-        ctx.keys = keys  # type: ignore[attr-defined]
+        # Without `known`: its output is this node's output, and a node that holds its output is never freed.
+        ctx.keys = replace(keys, known=None)  # type: ignore[attr-defined]
         ctx.mark_non_differentiable(lse)
         return out, lse
 
@@ -133,7 +137,7 @@ def attend_shared(q_HTD: Tensor, runs: Sequence[KeyRun], scale: float) -> tuple[
     wide = wide_dtype(q_HTD.dtype)
     out = torch.zeros(q_HTD.shape, dtype=wide, device=q_HTD.device)
     lse = torch.full(q_HTD.shape[:-1], NO_KEYS, dtype=wide, device=q_HTD.device)
-    for keys in _slices(runs):
+    for keys in _slices(runs, KEYS_PER_FORWARD_CALL):
         num_key_heads = keys.key_NKD.shape[1]
         part, part_lse = attend(_fold(q_HTD, num_key_heads), *_kernel_keys(keys), scale=scale)
         out, lse = merge_partials(out, lse, _unfold(part, q_HTD.shape), part_lse.reshape(lse.shape))
@@ -167,7 +171,7 @@ def _backward_full(
         return dq, dk, dv
     folded = [_fold(x, num_key_heads).contiguous() for x in (d_out, q, out)]
     folded_lse = lse.reshape(1, num_key_heads, -1)
-    for piece in _slices(keys.earlier):
+    for piece in _slices(keys.earlier, max(q.shape[1], MIN_KEYS_PER_BACKWARD_CALL)):
         part, d_key, d_value = attend_backward(
             folded[0], (folded[1], *_kernel_keys(piece)), folded[2], folded_lse, scale=keys.scale
         )
@@ -255,10 +259,10 @@ def _send(piece: KeyRun, d_key_KND: Tensor, d_value_KND: Tensor) -> None:
         piece.d_value_NKD.add_(d_value_KND.transpose(0, 1))
 
 
-def _slices(runs: Sequence[KeyRun]) -> Iterator[KeyRun]:
+def _slices(runs: Sequence[KeyRun], num_keys: int) -> Iterator[KeyRun]:
     for run in runs:
-        for begin in range(0, len(run), KEYS_PER_CALL):
-            yield run.cut(begin, min(begin + KEYS_PER_CALL, len(run)))
+        for begin in range(0, len(run), num_keys):
+            yield run.cut(begin, min(begin + num_keys, len(run)))
 
 
 def _kernel_keys(run: KeyRun) -> tuple[Tensor, Tensor]:

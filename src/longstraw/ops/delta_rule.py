@@ -1,8 +1,8 @@
-"""The gated delta rule over a chunk of tokens, and the depthwise causal convolution in front of it.
+"""The gated delta rule over a chunk of tokens.
 
 Apart from the models because it is mathematics only: exact, differentiable in everything including the state it starts
 from and the state it leaves, and beside each fast path the naive oracle it is tested against. The recurrence, for each
-value head with state S (a map from keys to values) and unit keys k, queries q scaled by K ** -0.5:
+value head with log decay g, state S [K, V], unit key k, and unit query q times K ** -0.5:
 
     delta_t = beta_t (v_t - exp(g_t) S_{t-1}' k_t),   S_t = exp(g_t) S_{t-1} + k_t delta_t',   out_t = S_t' q_t
 
@@ -11,8 +11,7 @@ Sources: Yang et al. 2024, "Parallelizing linear transformers with the delta rul
 "Gated delta networks", section 3.3; the backward pass is derived here.
 
 Shape suffixes: B batch, T tokens, H value heads, J key heads, G = H / J, K key width, V value width, N blocks,
-C tokens of a block, M = B * H, P = 2 (keys, queries), D = P * C rows, keys above queries; W taps of the convolution,
-w = W - 1, and there C is channels.
+C tokens of a block, M = B * H, P = 2 (keys, queries), D = P * C rows, keys above queries.
 """
 
 from __future__ import annotations
@@ -31,7 +30,6 @@ BLOCKS_IN_FLIGHT = 64  # head-blocks whose intermediates are alive at a time: bo
 NORM_EPSILON = 1e-6
 LOWEST_LOG_DECAY = -60.0  # 1e-26 stands for everything below: tiny results, and exp of less, are many times slower
 SMALLEST_BETA = 1e-14  # backward divides by its square, without underflow; far below what matters next to 1
-CONV_ELEMENTS = 1 << 17  # elements of one convolution slice, so that its passes stay in cache
 
 _Cut = tuple[int, int, int]  # first token, number of blocks, tokens of each block
 
@@ -63,7 +61,7 @@ def gated_delta_rule(
         return _one_token(*inputs)
     keep = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs)
     if keep:
-        out_BTHV, final_BHKV = _GatedDeltaRule.apply(*inputs)  # type: ignore[no-untyped-call]
+        out_BTHV, final_BHKV = _GatedDeltaRule.apply(*inputs)
         return out_BTHV, final_BHKV
     out_BTHV, final_BHKV, _ = _forward(*inputs, keep=False)
     return out_BTHV, final_BHKV
@@ -92,36 +90,6 @@ def gated_delta_rule_naive(
         state_BHKV = state_BHKV + k_BTHK[:, t, :, :, None] * delta_BHV[:, :, None]
         outs.append((state_BHKV * q_BTHK[:, t, :, :, None]).sum(2))
     return torch.stack(outs, 1).to(v_BTHV.dtype), state_BHKV
-
-
-def causal_conv(
-    x_BCT: Tensor, weight_CW: Tensor, *, bias_C: Tensor | None, tail_BCw: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Depthwise causal convolution without activation: outputs [B, C, T] in x's dtype, and the new tail [B, C, w].
-
-    `tail_BCw` is what came before x (zeros if None); the new tail is the last w columns of both, a tensor of its own.
-    Sums run in float32 (float64 for float64) and are rounded once. Fastest when x is a transposed view of [B, T, C].
-    Gradients (first order) reach x, weight, bias and tail, from the outputs and from the new tail.
-    """
-    out_BTC, new_tail_BwC = _CausalConv.apply(  # type: ignore[no-untyped-call]
-        x_BCT.transpose(1, 2), weight_CW, bias_C, None if tail_BCw is None else tail_BCw.transpose(1, 2)
-    )
-    return out_BTC.transpose(1, 2), new_tail_BwC.transpose(1, 2)
-
-
-def causal_conv_naive(
-    x_BCT: Tensor, weight_CW: Tensor, *, bias_C: Tensor | None, tail_BCw: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Oracle of `causal_conv`: the definition, token by token, ordinary autograd."""
-    num_taps = weight_CW.shape[1]
-    tail_BCw = x_BCT.new_zeros(*x_BCT.shape[:2], num_taps - 1) if tail_BCw is None else tail_BCw.to(x_BCT.dtype)
-    dtype = _compute_dtype(x_BCT)
-    padded_BCS = torch.cat([tail_BCw, x_BCT], 2)
-    outs = []
-    for t in range(x_BCT.shape[2]):
-        out_BC = (padded_BCS[:, :, t : t + num_taps].to(dtype) * weight_CW.to(dtype)).sum(2)
-        outs.append(out_BC if bias_C is None else out_BC + bias_C.to(dtype))
-    return torch.stack(outs, 2).to(x_BCT.dtype), padded_BCS[:, :, x_BCT.shape[2] :]
 
 
 def _compute_dtype(x: Tensor) -> torch.dtype:
@@ -312,8 +280,10 @@ class _GatedDeltaRule(torch.autograd.Function):
             )
             for whole, part_NBHCX in zip(d_inputs, parts, strict=True):
                 _cut_view(whole if whole.dim() == 4 else whole.unsqueeze(-1), cut).copy_(part_NBHCX)
-        dtype = ctx.state_dtype
-        return *d_inputs, None if dtype is None else d_state_MKV.unflatten(0, (-1, num_heads)).to(dtype)
+        if ctx.state_dtype is None:
+            return *d_inputs, None
+        # A copy: a view would keep the cotangents of a whole segment's states alive.
+        return *d_inputs, d_state_MKV.unflatten(0, (-1, num_heads)).to(ctx.state_dtype, copy=True)
 
 
 def _recur_back(segment: _Segment, d_reads_NMDV: Tensor, *, d_states_NMKV: Tensor) -> None:
@@ -346,19 +316,18 @@ def _gradients(
     d_late_NBJGCK = per_head(deltas_NMCV @ d_ends_NMKV.mT).mul_(segment.end_decay_NBJGC.unsqueeze(-1))
     d_products_NBJGPCC = per_head(d_reads_NMDV @ deltas_NMCV.mT, 2, tokens).mul_(segment.decay_NBJGCC.unsqueeze(4))
 
-    # A log decay gains from every product it decays. The diagonal is not decayed, and is left out exactly rather than
-    # cancelled, so that the gradient of a strong decay is as accurate as it is small.
+    # A log decay gains from every product that crosses its token: read at or after it, written before it. Summed as
+    # such; differences of sums over all products would lose the digits of strong decays.
     kq_NBJ1PCK, products_NBJ1PCC = segment.kq_NBJPCK.unsqueeze(3), segment.products_NBJPCC.unsqueeze(3)
-    read_NBJGPC = (d_early_NBJGPCK * kq_NBJ1PCK).sum(-1)
-    written_NBJGC = (d_late_NBJGCK * kq_NBJ1PCK[:, :, :, :, 0]).sum(-1)
-    carried_NM11 = d_ends_NMKV.flatten(2).unsqueeze(2) @ states_NMKV.flatten(2).unsqueeze(3) * segment.block_decay_NM11
     within_NBJGCC = d_products_NBJGPCC[:, :, :, :, 1] * products_NBJ1PCC[:, :, :, :, 1]
     within_NBJGCC.addcmul_(d_products_NBJGPCC[:, :, :, :, 0], products_NBJ1PCC[:, :, :, :, 0], value=-1)
-    within_NBJGCC.diagonal(dim1=-2, dim2=-1).zero_()
-    d_log_NBJGC = within_NBJGCC.sum(-1) - within_NBJGCC.sum(-2)
-    d_log_NBJGC += read_NBJGPC[:, :, :, :, 1] - read_NBJGPC[:, :, :, :, 0] - written_NBJGC
-    d_log_NBJGC[..., -1] += written_NBJGC.sum(-1) + carried_NM11.flatten(1).unflatten(1, (-1, *heads))
-    d_log_NBHC = d_log_NBJGC.flatten(2, 3).flip(-1).cumsum(-1).flip(-1)
+    d_log_NBJGC = (torch.ones_like(within_NBJGCC[0, 0, 0, 0]).triu_() @ within_NBJGCC).tril_(-1).sum(-1)
+    read_k_NBJGC, read_q_NBJGC = (d_early_NBJGPCK * kq_NBJ1PCK).sum(-1).unbind(4)
+    d_log_NBJGC += (read_q_NBJGC - read_k_NBJGC).flip(-1).cumsum(-1).flip(-1)
+    written_NBJGC = (d_late_NBJGCK * kq_NBJ1PCK[:, :, :, :, 0]).sum(-1)
+    d_log_NBJGC += written_NBJGC.cumsum(-1) - written_NBJGC
+    carried_NM11 = d_ends_NMKV.flatten(2).unsqueeze(2) @ states_NMKV.flatten(2).unsqueeze(3) * segment.block_decay_NM11
+    d_log_NBHC = d_log_NBJGC.flatten(2, 3) + carried_NM11.flatten(2).unflatten(1, (-1, heads.numel()))
 
     d_products_NBJPCC = d_products_NBJGPCC.sum(3)
     d_products_NBJPCC[:, :, :, 0].neg_().diagonal(dim1=-2, dim2=-1).zero_()
@@ -377,62 +346,3 @@ def _gradients(
     deltas_NBHCV = deltas_NMCV.unflatten(1, (-1, heads.numel()))
     d_beta_NBHC = (d_v_NBHCV * deltas_NBHCV).sum(-1) / segment.beta_NBHC.square()
     return d_q_NBJCK, d_k_NBJCK, d_v_NBHCV, d_log_NBHC.unsqueeze(-1), d_beta_NBHC.unsqueeze(-1)
-
-
-class _CausalConv(torch.autograd.Function):
-    """Shifted multiply-adds in [B, T, C] order, a slice of tokens at a time; keeps the arguments only."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x_BTC: Tensor, weight_CW: Tensor, bias_C: Tensor | None, tail_BwC: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        num_tokens, num_tail = x_BTC.shape[1], weight_CW.shape[1] - 1
-        taps_WC = weight_CW.to(_compute_dtype(x_BTC)).mT.contiguous()
-        out_BTC = torch.empty(x_BTC.shape, dtype=x_BTC.dtype, device=x_BTC.device)
-        for start, stop in _conv_slices(x_BTC):
-            padded_BSC = _padded(x_BTC, tail_BwC, start=start, stop=stop, num_tail=num_tail)
-            sums_BSC = padded_BSC[:, : stop - start] * taps_WC[0]
-            for tap in range(1, num_tail + 1):
-                sums_BSC.addcmul_(padded_BSC[:, tap : tap + stop - start], taps_WC[tap])
-            out_BTC[:, start:stop] = sums_BSC if bias_C is None else sums_BSC.add_(bias_C)
-        ctx.save_for_backward(x_BTC, weight_CW, tail_BwC)
-        ctx.bias_dtype = None if bias_C is None else bias_C.dtype
-        tail_BwC = _padded(x_BTC, tail_BwC, start=num_tokens, stop=num_tokens, num_tail=num_tail)
-        return out_BTC, tail_BwC.to(x_BTC.dtype)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, d_out_BTC: Tensor, d_tail_BwC: Tensor) -> tuple[Tensor | None, ...]:
-        x_BTC, weight_CW, tail_BwC = ctx.saved_tensors
-        num_tail, (batch, num_tokens, channels) = weight_CW.shape[1] - 1, x_BTC.shape
-        taps_WC = weight_CW.to(_compute_dtype(x_BTC)).mT.contiguous()
-        d_taps_WC, d_bias_C = torch.zeros_like(taps_WC), torch.zeros_like(taps_WC[0])
-        d_padded_BSC = taps_WC.new_zeros(batch, num_tail + num_tokens, channels)
-        d_padded_BSC[:, num_tokens:] = d_tail_BwC
-        for start, stop in _conv_slices(x_BTC):
-            padded_BSC = _padded(x_BTC, tail_BwC, start=start, stop=stop, num_tail=num_tail)
-            d_sums_BSC = d_out_BTC[:, start:stop].to(taps_WC.dtype)
-            d_bias_C += d_sums_BSC.sum((0, 1))
-            for tap in range(num_tail + 1):
-                d_padded_BSC[:, start + tap : stop + tap].addcmul_(d_sums_BSC, taps_WC[tap])
-                d_taps_WC[tap] += (d_sums_BSC * padded_BSC[:, tap : tap + stop - start]).sum((0, 1))
-        d_before_BwC, d_x_BTC = d_padded_BSC.split((num_tail, num_tokens), 1)
-        d_bias = None if ctx.bias_dtype is None else d_bias_C.to(ctx.bias_dtype)
-        d_tail = None if tail_BwC is None else d_before_BwC.to(tail_BwC.dtype)
-        return d_x_BTC.to(x_BTC.dtype), d_taps_WC.mT.to(weight_CW.dtype), d_bias, d_tail
-
-
-def _conv_slices(x_BTC: Tensor) -> list[tuple[int, int]]:
-    batch, num_tokens, channels = x_BTC.shape
-    step = max(1, CONV_ELEMENTS // (batch * channels))
-    return [(start, min(start + step, num_tokens)) for start in range(0, num_tokens, step)]
-
-
-def _padded(x_BTC: Tensor, tail_BwC: Tensor | None, *, start: int, stop: int, num_tail: int) -> Tensor:
-    """Tokens start - w to stop in the dtype of the sums, from the tail or zero where they lie before x."""
-    first = max(0, start - num_tail)
-    missing = num_tail - (start - first)
-    padded_BSC = x_BTC.new_empty(x_BTC.shape[0], num_tail + stop - start, x_BTC.shape[2], dtype=_compute_dtype(x_BTC))
-    padded_BSC[:, missing:] = x_BTC[:, first:stop]
-    padded_BSC[:, :missing] = 0 if tail_BwC is None else tail_BwC[:, num_tail - missing :]
-    return padded_BSC

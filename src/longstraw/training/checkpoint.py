@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import cast
 
-import numpy
 import torch
 
 from longstraw.errors import InputError
+from longstraw.training.randomness import RandomState, restore_random_state
 
 LATEST = "latest"
 POSITION_FILE = "position.json"
@@ -36,23 +34,6 @@ class Position:
     num_tokens: int = 0  # prompt and response tokens so far, each prompt once for its group
     num_skipped_groups: int = 0
     num_skipped_steps: int = 0
-
-
-@dataclass(frozen=True)
-class RandomState:
-    """State of every generator a run may draw from: reward functions may use Python's and numpy's."""
-
-    torch_cpu: torch.Tensor
-    torch_cuda: list[torch.Tensor]
-    python: tuple[object, ...]
-    numpy: tuple[object, ...]
-
-
-def random_state() -> RandomState:
-    """The state now. Sampling does not depend on it: its seeds follow from the run's seed and the position."""
-    kind, keys, *rest = cast("tuple[str, numpy.ndarray, int, int, float]", numpy.random.get_state(legacy=True))
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-    return RandomState(torch.get_rng_state(), cuda, random.getstate(), (kind, keys.tolist(), *rest))
 
 
 def save_checkpoint(
@@ -113,12 +94,7 @@ def load_position(checkpoint: Path) -> tuple[Position, str]:
 def restore(checkpoint: Path, optimizer: torch.optim.Optimizer) -> None:
     """Put optimizer and random state back as they were, bit for bit. The weights are loaded before."""
     optimizer.load_state_dict(torch.load(checkpoint / OPTIMIZER_FILE, weights_only=True, map_location="cpu"))
-    states = torch.load(checkpoint / RANDOM_FILE, weights_only=True, map_location="cpu")
-    torch.set_rng_state(states["torch_cpu"])
-    if torch.cuda.is_available() and len(states["torch_cuda"]) == torch.cuda.device_count():
-        torch.cuda.set_rng_state_all(states["torch_cuda"])
-    random.setstate(states["python"])
-    numpy.random.set_state(states["numpy"])
+    restore_random_state(RandomState(**torch.load(checkpoint / RANDOM_FILE, weights_only=True, map_location="cpu")))
 
 
 def rewind(folder: Path, checkpoint: Path) -> list[str]:

@@ -12,12 +12,13 @@ from dataclasses import replace
 
 from longstraw.errors import LongStrawError
 from longstraw.records import ForwardBackwardReport, Prompt, Response, StepReport
-from longstraw.training.checkpoint import Position, RandomState, random_state, save_checkpoint
+from longstraw.training.checkpoint import Position, save_checkpoint
 from longstraw.training.data import Row, rows_at
 from longstraw.training.evaluation import evaluate
 from longstraw.training.metrics import Rollout, StepOutcome, completion_records, step_line, step_metrics
 from longstraw.training.optimizer import learning_rate_at, set_learning_rate
 from longstraw.training.prompts import completion_text, encode_prompt
+from longstraw.training.randomness import RandomState, random_state, undisturbed_randomness
 from longstraw.training.rewards import Completions, TrainerState, score_group
 from longstraw.training.run import Training, draw_seed, sampling_settings
 
@@ -39,10 +40,10 @@ def train(training: Training, start: Position) -> Position:
             if position.step > saved.step and training.engine.policy_version == version:
                 _save(training, position, randomness)
             raise
-        _evaluate_if_due(training, position, num_taken=training.config.run.num_iterations)
         if _is_save_due(training, position):
             _save(training, position, random_state())
             saved = position
+        _evaluate_if_due(training, position, num_taken=training.config.run.num_iterations)
     return position
 
 
@@ -168,7 +169,6 @@ def _is_save_due(training: Training, position: Position) -> bool:
 
 def _evaluate_if_due(training: Training, position: Position, *, num_taken: int) -> None:
     evaluation = training.evaluation
-    if evaluation is not None and evaluation.is_due(
-        position.step, num_taken=num_taken, max_steps=training.max_steps
-    ):
-        evaluate(training, evaluation, position)
+    if evaluation is not None and evaluation.is_due(position.step, num_taken=num_taken, max_steps=training.max_steps):
+        with undisturbed_randomness():
+            evaluate(training, evaluation, position)

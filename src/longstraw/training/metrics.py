@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from longstraw.records import ForwardBackwardReport, LossMetrics, Prompt, Response, ResponseGroup, StepReport
+from longstraw.report.formats import bytes_text
 from longstraw.training.data import Row
 from longstraw.training.progress import StageCosts
 from longstraw.training.rewards import ScoredGroup
@@ -144,13 +145,13 @@ def step_line(metrics: Metrics, *, max_steps: int, tokens_of_step: int) -> str:
     parts = [
         f"step {metrics['step']}/{max_steps}",
         f"reward {metrics['reward']:.3f} ± {metrics['reward_std']:.3f}",
-        f"loss {metrics['loss']:.4f}",
+        f"loss {metrics['loss']:.3g}",
         f"grad {metrics['grad_norm']:.3g}" if metrics["stepped"] else "no update",
         f"length {metrics['completions/mean_length']:.1f}"
         f" ({metrics['completions/min_length']}-{metrics['completions/max_length']})",
         f"{tokens_of_step / max(float(metrics['step_time']), 1e-9):,.0f} tokens/s",
         f"{metrics['step_time']:.1f} s",
-        *([] if memory is None else [f"peak {memory / 2**20:,.0f} MiB"]),
+        *([] if memory is None else [f"peak {bytes_text(memory)}"]),
     ]
     return "  ".join(parts)
 

@@ -5,12 +5,11 @@ A mistake in any of them is found before the run folder is created or a file in 
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy
 import torch
 import yaml
 from torch import Tensor, nn
@@ -18,6 +17,7 @@ from torch import Tensor, nn
 from longstraw.config import GRPOConfig, ModelConfig, RunConfig, SamplingConfig
 from longstraw.config_file import changed_keys, dump_config
 from longstraw.errors import InputError
+from longstraw.evidence.memory import MemoryTracker
 from longstraw.execution.engine import Engine
 from longstraw.execution.progress import Progress
 from longstraw.grpo.losses import GRPO
@@ -29,6 +29,7 @@ from longstraw.training.data import Row, load_rows
 from longstraw.training.optimizer import make_optimizer
 from longstraw.training.progress import MemoryTracking, StageMeter
 from longstraw.training.prompts import Tokenizer, count_prompt_tokens, keep_fitting_rows, stop_ids
+from longstraw.training.randomness import seed_everything
 from longstraw.training.rewards import RewardFunction, check_arguments, load_reward_functions
 from longstraw.training.run import Evaluation, Training, num_steps, rows_fingerprint
 from longstraw.training.run_folder import CONFIG, open_new, open_resumed, refuse_used_folder
@@ -39,11 +40,10 @@ FIXED_ON_RESUME = ("model.adapter", "model.dtype", "model.quantization")
 
 @dataclass(frozen=True)
 class Surroundings:
-    """What the caller decides: who is told, who sees progress, who counts memory, and where to resume."""
+    """What the caller decides: who is told, who sees progress, and where to resume."""
 
     say: Callable[[str], None]
     display: Progress
-    track_memory: Callable[[torch.device, Callable[[], Iterable[Tensor]]], MemoryTracking] | None = None
     is_resumed: bool = False
     resume_from: Path | None = None  # None: the latest checkpoint
 
@@ -86,9 +86,7 @@ def prepare(config: RunConfig, surroundings: Surroundings) -> tuple[Training, Po
     seed_everything(config.run.seed)
     model = load_policy(config.model, checkpoint)
     optimizer = make_optimizer(model.named_parameters(), config.optimizer)
-    track = surroundings.track_memory
-    device = next(model.parameters()).device
-    tracking = None if track is None else track(device, lambda: _lasting_tensors(model, optimizer))
+    tracking = _memory_tracking(model, optimizer) if config.run.track_memory else None
     meter = StageMeter(surroundings.display, tracking)
     engine = Engine(
         model,
@@ -217,19 +215,21 @@ def load_policy(config: ModelConfig, checkpoint: Path | None) -> nn.Module:
     return model
 
 
-def seed_everything(seed: int) -> None:
-    """Every generator a run may draw from: the adapter's first weights come from torch's."""
-    torch.manual_seed(seed)
-    random.seed(seed)
-    numpy.random.seed(seed % 2**32)
+def _memory_tracking(model: nn.Module, optimizer: torch.optim.Optimizer) -> MemoryTracking:
+    """Count live bytes of each step anew, on top of what is alive before it begins."""
+    device = next(model.parameters()).device
 
+    @contextmanager
+    def tracked() -> Iterator[MemoryTracker]:
+        parameters = list(model.parameters())
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        moments = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
+        tracker = MemoryTracker(device)
+        tracker.watch([*parameters, *model.buffers(), *gradients, *moments])
+        with tracker:
+            yield tracker
 
-def _lasting_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """What is alive before a step begins: weights, gradients the last step left, optimizer state."""
-    parameters = list(model.parameters())
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    moments = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
-    return [*parameters, *model.buffers(), *gradients, *moments]
+    return tracked
 
 
 def _compare_with_earlier(config: RunConfig, path: Path, say: Callable[[str], None]) -> None:
