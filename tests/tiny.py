@@ -99,7 +99,7 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
 
 
 def worst_error(got: dict[str, Tensor], want: dict[str, Tensor]) -> tuple[float, str]:
-    """The largest relative error over tensors, and its tensor; one that is missing or should not be there counts as 1."""
+    """The largest relative error over tensors, and its tensor; a missing or surplus one counts as 1."""
     worst = (0.0, "")
     for name in sorted(set(got) | set(want)):
         zero = torch.zeros_like(got[name] if name in got else want[name])
@@ -113,8 +113,9 @@ def worst_error(got: dict[str, Tensor], want: dict[str, Tensor]) -> tuple[float,
 class StoppedOracle:
     """The stock model with everything that passes from prompt to response positions detached.
 
-    Within the context the model's attention detaches the keys and values of the first `num_prompt_tokens` positions, its
-    DeltaNet layers detach their convolution's and recurrence's inputs there, and the prompt's last hidden state is detached.
+    Within the context the model's attention detaches the keys and values of the first `num_prompt_tokens` positions,
+    its DeltaNet layers detach their convolution's and recurrence's inputs there, and the prompt's last hidden state
+    is detached.
     """
 
     def __init__(self, model: nn.Module, num_prompt_tokens: int) -> None:

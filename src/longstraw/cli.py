@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from importlib.metadata import version
 from pathlib import Path
@@ -68,7 +69,9 @@ def train(
     try:
         _train(config, is_resumed=is_resumed or resume_from is not None, resume_from=resume_from)
     except KeyboardInterrupt:
-        typer.echo(_interrupted(folder, config_path))
+        again = ["longstraw", "train", str(config_path)]
+        again += [word for override in overrides or [] for word in ("--set", override)]
+        typer.echo(_interrupted(folder, shlex.join([*again, "--resume"])))
         raise typer.Exit(INTERRUPTED) from None
     typer.echo(f"report: {_write_report(folder)}")
 
@@ -107,9 +110,9 @@ def _write_report(run_folder: Path) -> Path:
     return write_report(run_folder)
 
 
-def _interrupted(run_folder: Path, config_path: Path) -> str:
+def _interrupted(run_folder: Path, command: str) -> str:
     latest = run_folder / "checkpoints" / "latest"
     if not latest.is_file():
         return "interrupted before the first checkpoint; nothing to resume from was saved."
     name = latest.read_text(encoding="utf-8").strip()
-    return f"interrupted; the last checkpoint is {name}. Go on with: longstraw train {config_path} --resume"
+    return f"interrupted; the last checkpoint is {name}. Go on with: {command}"

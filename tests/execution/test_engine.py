@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from tiny import full_gradients, full_logprobs, gradients, random_ids, tiny_model, worst_error
 
 from longstraw.errors import InputError, LongStrawError, StaleStateError, UnsupportedError
 from longstraw.execution.engine import Engine
 from longstraw.grpo.losses import GRPO
 from longstraw.records import Prompt, Response, ResponseGroup, SamplingSettings, Span, Trajectory
+from tiny import full_gradients, full_logprobs, gradients, random_ids, tiny_model, worst_error
 
 PROMPT = Prompt(random_ids(21, 1))
 RESPONSES = [Response(random_ids(n, n)) for n in (3, 12)]

@@ -4,12 +4,12 @@ import gc
 
 import pytest
 import torch
-from tiny import random_ids, tiny_model
 
 from longstraw.evidence.memory import MemoryTracker
 from longstraw.execution.engine import Engine
 from longstraw.grpo.losses import GRPO
 from longstraw.records import Prompt, Response, ResponseGroup
+from tiny import random_ids, tiny_model
 
 CHUNK = 32
 LAYERS = 4

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from tiny import full_logprobs, random_ids, tiny_model
 
 from longstraw.execution.engine import Engine
 from longstraw.execution.sample import keep_likely
 from longstraw.grpo.losses import GRPO
 from longstraw.records import Prompt, ResponseGroup, SamplingSettings
+from tiny import full_logprobs, random_ids, tiny_model
 
 NAMES = ["llama", "qwen3", "gpt_oss", "gemma3_text", "qwen3_5_text", "qwen3_next"]
 

@@ -4,11 +4,11 @@ import random
 
 import pytest
 import torch
-from tiny import full_gradients, full_logprobs, gradients, random_ids, tiny_model, worst_error
 
 from longstraw.execution.engine import Engine
 from longstraw.grpo.losses import GRPO
 from longstraw.records import Prompt, Response, ResponseGroup, Span, Trajectory
+from tiny import full_gradients, full_logprobs, gradients, random_ids, tiny_model, worst_error
 
 TOLERANCE = {"llama": 5e-5, "mistral": 5e-5, "qwen3_5_text": 5e-4}
 C = 8
@@ -109,6 +109,7 @@ def test_tree_gradient_equals_that_of_separate_trajectories(name):
 def test_two_steps_of_the_engine_equal_two_conventional_steps(name):
     """LoRA B may start at zero, which hides A in the first step; so the second is compared too."""
     prompt, responses = random_ids(19, 1), [random_ids(n, n) for n in (3, 12)]
+
     def conventional(logprobs):
         num_tokens = sum(len(ids) for ids in responses)
         ratios = [(part - part.detach()).exp().sum() for part in logprobs]

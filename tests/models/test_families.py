@@ -2,18 +2,19 @@
 
 import pytest
 import torch
-from tiny import StoppedOracle, full_gradients, gradients, random_ids, tiny_model, worst_error
 
 from longstraw.errors import UnsupportedError
 from longstraw.execution.engine import Engine
 from longstraw.models.families import FAMILIES
 from longstraw.records import Prompt, Response, ResponseGroup
+from tiny import StoppedOracle, full_gradients, gradients, random_ids, tiny_model, worst_error
 
 PROMPT = random_ids(45, seed=1)
 RESPONSES = [random_ids(length, seed=length) for length in (40, 1, 7, 17)]
 WEIGHTS = [torch.randn(len(ids), generator=torch.Generator().manual_seed(len(ids))) for ids in RESPONSES]
-# float32 against float32. The hybrid models' DeltaNet normalises and exponentiates in float32 over hundreds of steps; with
-# float64 everywhere both sides agree to 1e-9 (tests/models/test_delta_net.py), so what is above 1e-5 is rounding.
+# float32 against float32. The hybrid models' DeltaNet normalises and exponentiates in float32 over hundreds of steps;
+# with float64 everywhere both sides agree to 1e-9 (tests/models/test_delta_net.py), so what is above 1e-5 is
+# rounding.
 TOLERANCE = {name: 5e-4 if family.hybrid else 5e-5 for name, family in FAMILIES.items()}
 
 

@@ -27,7 +27,9 @@ def make_runs(lengths, num_key_heads, width, dtype):
 
 
 def oracle_gradients(q, k, v, sinks, keys, d_out):
-    runs = [KeyRun(r.key_NKD.clone().requires_grad_(), r.value_NKD.clone().requires_grad_(), r.start) for r in keys.earlier]
+    runs = [
+        KeyRun(r.key_NKD.clone().requires_grad_(), r.value_NKD.clone().requires_grad_(), r.start) for r in keys.earlier
+    ]
     out = chunk_attention_naive(q, k, v, sinks, ChunkKeys(runs, keys.start, keys.scale, keys.window))
     loss = (out * d_out).sum() + (k.transpose(0, 1) * keys.d_own_key_TKD).sum()
     loss = loss + (v.transpose(0, 1) * keys.d_own_value_TKD).sum()

@@ -117,9 +117,10 @@ def make_run(tmp_path):
         write_lines(folder / "metrics.jsonl", [step_metrics(step, num_steps, rng) for step in steps])
         rows = [row for step in steps for row in step_completions(step, num_steps, rng)]
         write_lines(folder / "completions.jsonl", rows)
-        scores = [{"step": 0, "contains_code": 0.31, "exact_code": 0.0}]
+        counts = {"num_rows": 16, "num_responses": 128, "completions/mean_length": 9.5}
+        scores = [{"step": 0, **counts, "contains_code": 0.31, "exact_code": 0.0}]
         if num_steps:
-            scores.append({"step": num_steps, "contains_code": 0.86, "exact_code": 0.58})
+            scores.append({"step": num_steps, **counts, "contains_code": 0.86, "exact_code": 0.58})
         write_lines(folder / "evaluations.jsonl", scores)
         return folder
 

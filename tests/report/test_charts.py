@@ -45,3 +45,10 @@ def test_stage_takes_the_sum_of_seconds_and_the_most_bytes(make_run):
 def test_one_reward_function_needs_no_figure_of_its_own(tmp_path):
     run = run_of(tmp_path, reward=0.5, rewards__only__mean=0.5)
     assert [figure.title for figure in learning_figures(run)] == ["Reward"]
+
+
+def test_features_that_were_never_at_work_have_no_figure(tmp_path):
+    off = update_figures(run_of(tmp_path, kl=0.0, clip_ratio__region_mean=0.0, grad_norm=0.0))
+    assert [figure.title for figure in off] == ["Gradient norm"]
+    on = update_figures(run_of(tmp_path, kl=0.1, clip_ratio__region_mean=0.0))
+    assert [figure.title for figure in on] == ["KL to the reference policy"]

@@ -57,7 +57,7 @@ def edit_lines(path, change):
     path.write_text("".join(json.dumps(change(row)) + "\n" for row in rows), encoding="utf-8")
 
 
-@pytest.mark.parametrize("num_steps", [0, 1, 2, 14, 130])
+@pytest.mark.parametrize("num_steps", [0, 1, 14])
 def test_report_is_one_whole_page_that_fetches_nothing(make_run, num_steps):
     folder = make_run(num_steps)
     page = report(folder)

@@ -52,3 +52,9 @@ def test_bad_configuration_is_shown_as_text(tmp_path):
     assert run.config_text == "model: [\n"
     assert run.setting("model.name") is None
     assert "config.yaml is not valid YAML; its text is shown as it is." in run.notes
+
+
+def test_counts_beside_a_score_are_not_scores(tmp_path):
+    row = {"step": 0, "num_rows": 4, "exact_match": 0.5, "completions/mean_length": 9.0}
+    write(tmp_path, "evaluations.jsonl", json.dumps(row))
+    assert read_run_folder(tmp_path).score_names == ["exact_match"]

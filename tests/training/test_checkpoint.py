@@ -1,8 +1,6 @@
 import os
-import random
 import shutil
 
-import numpy
 import pytest
 import torch
 
@@ -147,20 +145,6 @@ def test_going_back_sets_newer_checkpoints_aside_and_deletes_nothing(folder):
     assert names(folder / "set-aside") == ["step-000002-1", "step-000002-2", "step-000003-1"]
 
 
-def test_random_states_of_torch_python_and_numpy_come_back(folder):
-    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(2))])
-
-    def draw():
-        return torch.rand(3).tolist(), random.random(), numpy.random.rand()
-
-    draw()
-    checkpoint = save(folder, 1)
-    expected = draw()
-    draw()
-    restore(checkpoint, optimizer)
-    assert draw() == expected
-
-
 def test_optimizer_state_comes_back_bit_for_bit(folder):
     parameter = torch.nn.Parameter(torch.randn(5))
     optimizer = torch.optim.AdamW([parameter], lr=0.1)
@@ -174,7 +158,7 @@ def test_optimizer_state_comes_back_bit_for_bit(folder):
 
 
 def test_what_is_not_a_checkpoint_is_refused_by_name(folder, tmp_path):
-    with pytest.raises(InputError, match="no checkpoint in .* to resume from"):
+    with pytest.raises(InputError, match=r"no checkpoint in .* to resume from"):
         find_checkpoint(folder)
     save(folder, 1)
     with pytest.raises(InputError, match=r"is not a checkpoint \(position\.json is missing\); there are: step-000001"):

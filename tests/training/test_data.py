@@ -71,7 +71,7 @@ def test_a_source_without_rows_or_that_is_not_there_is_refused(tmp_path):
         load_rows(str(tmp_path / "absent.parquet"), split="train")
 
 
-@pytest.mark.parametrize("kind", ["json", "parquet", "folder", "splits"])
+@pytest.mark.parametrize("kind", ["json", "parquet", "files", "saved", "splits"])
 def test_other_sources_give_the_same_rows(tmp_path, kind, monkeypatch):
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     records = [VERL, {**VERL, "ability": "other"}]
@@ -80,16 +80,26 @@ def test_other_sources_give_the_same_rows(tmp_path, kind, monkeypatch):
         path.write_text(json.dumps(records))
     elif kind == "parquet":
         datasets.Dataset.from_list(records).to_parquet(path)
-    elif kind == "folder":
+    elif kind == "files":
+        path.mkdir()
+        (path / "test.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    elif kind == "saved":
         datasets.Dataset.from_list(records).save_to_disk(path)
     else:
-        datasets.DatasetDict(held_out=datasets.Dataset.from_list(records)).save_to_disk(path)
-        with pytest.raises(InputError, match="has no split 'train'; it has held_out"):
+        datasets.DatasetDict(test=datasets.Dataset.from_list(records)).save_to_disk(path)
+        with pytest.raises(InputError, match="has no split 'train'; it has test"):
             load_rows(str(path), split="train")
-    rows = load_rows(str(path), split="held_out")
+    rows = load_rows(str(path), split="test")
     assert [row.columns["ability"] for row in rows] == ["retrieval", "other"]
     assert rows[0].prompt == ({"role": "user", "content": "Which?"},)
     assert rows[0].columns["reward_model"] == {"style": "rule", "ground_truth": "41"}
+
+
+def test_a_source_that_cannot_be_found_is_one_sentence(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InputError, match=r"rows 'no_such_dataset' \(split 'train'\) cannot be loaded") as caught:
+        load_rows("no_such_dataset", split="train")
+    assert "\n" not in str(caught.value)
 
 
 def test_every_epoch_draws_every_row_once_in_its_own_order():

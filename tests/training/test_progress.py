@@ -40,10 +40,7 @@ def test_a_step_is_measured_stage_by_stage():
     assert set(costs.seconds) == {"capture", "replay"}
     assert all(seconds >= 0 for seconds in costs.seconds.values())
     assert (costs.peak_bytes, costs.stage_peak_bytes) == (7, {"capture": 7})
-    assert memory.events == ["begin capture", "end capture", "begin replay", "end replay"] + [
-        "begin capture",
-        "end capture",
-    ]
+    assert memory.events == [f"{edge} {name}" for name in ("capture", "replay", "capture") for edge in ("begin", "end")]
 
 
 def test_each_step_is_measured_anew():

@@ -322,7 +322,7 @@ class MemoryTracker:
 
 
 class StageProgress:
-    """The engine's stages as stages of a tracker: `Engine(..., progress=StageProgress(tracker))`. Hands all calls on."""
+    """The engine's stages as stages of a tracker: `Engine(..., progress=StageProgress(tracker))`. Hands calls on."""
 
     def __init__(self, tracker: MemoryTracker, progress: Progress | None = None) -> None:
         self._tracker = tracker

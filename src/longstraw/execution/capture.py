@@ -54,7 +54,7 @@ def capture_node(
     temperature: float | None = None,
     keeps_last_chunk: bool = False,
 ) -> Captured:
-    """Forward every chunk of a node. With a `temperature` its tokens are scored too (a node needs a parent for that)."""
+    """Forward every chunk of a node. With a `temperature` its tokens are scored too, which needs a parent."""
     node = run.new_node(token_ids, parent, constant=constant)
     logprobs, entropies = [], []
     last_hidden = None if parent is None else parent.last_hidden

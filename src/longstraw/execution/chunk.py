@@ -1,7 +1,8 @@
 """One chunk through all layers: forward without autograd, and the pull of cotangents back through it, layer by layer.
 
-This is the heart of replay (whole-layer checkpointing): a forward keeps each layer's input only, and its attention output;
-the pull recomputes one layer at a time with autograd. Cotangents of earlier state are added where that state lives.
+This is the heart of replay (whole-layer checkpointing): a forward keeps each layer's input only, and its attention
+output; the pull recomputes one layer at a time with autograd. Cotangents of earlier state are added where that state
+lives.
 
 Shape suffixes: B batch (1), T tokens of the chunk, E hidden size, H query heads, K key heads, D head width.
 """
@@ -13,13 +14,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from longstraw.models.decoder import Decoder, Rotary
+from longstraw.models.decoder import Decoder
 from longstraw.models.delta_net import RecurrentCache
 from longstraw.ops.attention import AttentionOutput, ChunkAttention, ChunkKeys
 from longstraw.state.node import Chunk, NodeState
 from longstraw.state.recurrent import Boundary
-
-LayerSeam = "ExtentSeam | RecurrentCache"
 
 
 @dataclass
@@ -103,8 +102,8 @@ def pull_chunk_by_layer(
 ) -> list[Boundary]:
     """Pull the cotangent of a chunk's last hidden states back, one layer's graph at a time.
 
-    Parameters' gradients accumulate in `.grad`, those of earlier keys in their extents. `d_ends` are the cotangents of the
-    chunk's end boundaries per layer; returns those of its start boundaries. `layers` is emptied as it is used.
+    Parameters' gradients accumulate in `.grad`, those of earlier keys in their extents. `d_ends` are the cotangents
+    of the chunk's end boundaries per layer; returns those of its start boundaries. `layers` is emptied as it is used.
     """
     start = node.start + chunk.begin
     rotary = decoder.rotary(d_hidden_BTE, start)
@@ -128,7 +127,7 @@ def pull_chunk_by_layer(
 
 
 class ChunkGraph:
-    """A chunk's forward with the graph of all its layers kept: saves one forward, costs the memory of the whole chunk."""
+    """A chunk's forward with the graph of all its layers kept: one forward less, the memory of the whole chunk."""
 
     def __init__(self, decoder: Decoder, node: NodeState, chunk: Chunk) -> None:
         start = node.start + chunk.begin

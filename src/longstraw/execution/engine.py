@@ -16,7 +16,7 @@ from longstraw.execution.sample import sample_responses
 from longstraw.execution.score import score_trajectories
 from longstraw.execution.state import PromptState
 from longstraw.execution.transaction import GradientSums
-from longstraw.execution.update import all_groups, capture_prompt, group_loss, num_tree_tokens, replay_group
+from longstraw.execution.update import capture_prompt, group_advantages, group_loss, num_tree_tokens, replay_group
 from longstraw.grpo.objective import GroupFunction, Objective, as_objective
 from longstraw.models.decoder import Decoder
 from longstraw.records import (
@@ -34,12 +34,12 @@ from longstraw.records import (
 class Engine:
     """Runs capture, sampling, scoring and exact replay on any supported transformers or peft model.
 
-    `chunk_tokens`: tokens that run at once; live memory grows with it. `prompt_gradient`: "exact" pulls the gradient back
-    through the prompt, "stopped" treats its state as a constant (cheaper, biased). `graph_scope`: "layer" keeps the graph of
-    one layer of one chunk, "chunk" that of a whole chunk (one forward less, more memory, same gradients). `max_state_age`:
-    by how many optimizer steps a state may be older than the policy it is used with. The model stays usable as before; its
-    trained parameters' `.grad` is the engine's.
-    Raises `UnsupportedError` before any memory is allocated if the model or a feature of it is not supported.
+    `chunk_tokens`: tokens that run at once; live memory grows with it. `prompt_gradient`: "exact" pulls the gradient
+    back through the prompt, "stopped" treats its state as a constant (cheaper, biased). `graph_scope`: "layer" keeps
+    the graph of one layer of one chunk, "chunk" that of a whole chunk (one forward less, more memory, same
+    gradients). `max_state_age`: by how many optimizer steps a state may be older than the policy it is used with. The
+    model stays usable as before; its trained parameters' `.grad` is the engine's. Raises `UnsupportedError` before
+    any memory is allocated if the model or a feature of it is not supported.
     """
 
     def __init__(
@@ -112,9 +112,10 @@ class Engine:
     ) -> ForwardBackwardReport:
         """Add the groups' gradients to `.grad` as sums; nothing is divided before `optimizer_step`.
 
-        `objective` is `GRPO(...)` or a function of a group's token logprobs (see `longstraw.grpo.objective`). `states` are
-        the groups' captured prompts; without them each prompt is captured here and freed. Groups that cannot give a
-        gradient (equal rewards without KL term, every response truncated and masked) are skipped and counted.
+        `objective` is `GRPO(...)` or a function of a group's token logprobs (see `longstraw.grpo.objective`).
+        `states` are the groups' captured prompts; without them each prompt is captured here and freed. Groups that
+        cannot give a gradient (equal rewards without KL term, every response truncated and masked) are skipped and
+        counted.
         """
         checked = as_objective(objective)
         if not groups:
@@ -122,7 +123,7 @@ class Engine:
         for index, group in enumerate(groups):
             self._check_group(group, index)
         self._check_states(groups, states)
-        advantages = all_groups(groups, checked)
+        advantages = group_advantages(groups, checked)
         run, totals = self._runner(), LossTotals()
         reasons: list[str] = []
         with self._decoder.driven(), self._gradients.collecting():
@@ -150,8 +151,9 @@ class Engine:
     def optimizer_step(self, optimizer: torch.optim.Optimizer, max_grad_norm: float | None = None) -> StepReport:
         """The transaction: divide the sums once, clip by the global norm, step, raise the policy version.
 
-        Leaves the final gradient in `.grad`; the next `forward_backward` starts from zero. When every group since the last
-        step was skipped it does not step. Raises `LongStrawError`, without stepping, when the gradient is not finite.
+        Leaves the final gradient in `.grad`; the next `forward_backward` starts from zero. When every group since the
+        last step was skipped it does not step. Raises `LongStrawError`, without stepping, when the gradient is not
+        finite.
         """
         if max_grad_norm is not None and not max_grad_norm > 0:
             raise InputError(f"max_grad_norm must be positive or None, got {max_grad_norm}.")
@@ -182,14 +184,15 @@ class Engine:
         given: PromptState | None,
         totals: LossTotals,
     ) -> None:
-        state = given or self.capture(group.prompt)
+        constant = self.prompt_gradient == "stopped"
+        node = capture_prompt(run, group.prompt, constant=constant) if given is None else given.node
         try:
-            loss = group_loss(run, group, objective, advantages_G, state.node, totals)
-            replay_group(run, group, state.node, loss)
+            loss = group_loss(run, group, objective, advantages_G, node, totals)
+            replay_group(run, group, node, loss)
             self._has_gradient = True
         finally:
             if given is None:
-                state.free()
+                node.free()
 
     def _runner(self) -> Runner:
         return Runner(self._decoder, self._chunk_tokens, self._graph_scope, Stopwatch(self._progress))
@@ -210,7 +213,8 @@ class Engine:
             raise InputError(f"the prompt has {num_prompt_tokens} tokens, the model's positions end at {limit}.")
         if num_prompt_tokens + num_more > limit:
             raise InputError(
-                f"{what}: {num_more} tokens after a prompt of {num_prompt_tokens} pass the model's last position, {limit}."
+                f"{what}: {num_more} tokens after a prompt of {num_prompt_tokens} pass the model's last position, "
+                f"{limit}."
             )
 
     def _check_vocabulary(self, token_ids: Tensor, what: str) -> None:
@@ -245,8 +249,8 @@ class Engine:
         age = self.policy_version - state.policy_version
         if age > self.max_state_age:
             raise StaleStateError(
-                f"the state was captured by policy version {state.policy_version}, the policy is now {self.policy_version}; "
-                f"capture again, or set max_state_age={age} to accept it."
+                f"the state was captured by policy version {state.policy_version}, the policy is now "
+                f"{self.policy_version}; capture again, or set max_state_age={age} to accept it."
             )
         if age == 0 and state.parameter_stamp != self._parameter_stamp():
             raise StaleStateError("trained parameters were changed since the state was captured; capture again.")

@@ -15,9 +15,7 @@ from longstraw.ops.logprob import TokenLogprobs
 
 
 @torch.no_grad()
-def score_tokens(
-    decoder: Decoder, hidden_TE: Tensor, targets_T: Tensor, temperature: float
-) -> tuple[Tensor, Tensor]:
+def score_tokens(decoder: Decoder, hidden_TE: Tensor, targets_T: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
     """Logprobs and entropies, float32 `[T]`, of the targets that the hidden states predict. No gradient."""
     parts = [
         TokenLogprobs.apply(decoder.logits(hidden_TE[begin:end]), targets_T[begin:end], temperature)

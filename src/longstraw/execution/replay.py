@@ -1,7 +1,7 @@
 """Replay: pull cotangents back through a subtree, children first, one node and one chunk at a time.
 
-Reverse order makes the cotangent of a chunk's state complete exactly when that chunk is replayed: all later chunks of its
-node and all child nodes have already added to it.
+Reverse order makes the cotangent of a chunk's state complete exactly when that chunk is replayed: all later chunks of
+its node and all child nodes have already added to it.
 """
 
 from __future__ import annotations
@@ -97,9 +97,7 @@ def _pull_first_token(run: Runner, state: NodeState, parent: NodeState, trained:
     assert parent.last_hidden is not None, "the parent is alive while its children are replayed"
     d_logprobs, d_entropies = _cotangents(trained, 0, 1)
     targets = state.token_ids[:1]
-    d_hidden = pull_tokens(
-        run.decoder, parent.last_hidden, targets, trained.span.temperature, d_logprobs, d_entropies
-    )
+    d_hidden = pull_tokens(run.decoder, parent.last_hidden, targets, trained.span.temperature, d_logprobs, d_entropies)
     if parent.d_last_hidden is not None:
         parent.d_last_hidden += d_hidden
 

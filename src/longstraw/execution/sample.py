@@ -1,7 +1,7 @@
 """Sampling G responses in one batch from a captured state.
 
-All responses attend to the same extents: their queries are one row of queries to each key head, so the prompt's keys are
-read once per step, whatever G is. Each response's own keys lie in a buffer of the final size.
+All responses attend to the same extents: their queries are one row of queries to each key head, so the prompt's keys
+are read once per step, whatever G is. Each response's own keys lie in a buffer of the final size.
 
 Shape suffixes: G responses, V vocabulary, H query heads, K key heads, N own tokens so far, D head width.
 """
@@ -68,9 +68,7 @@ class DecodeSeam:
         if self.window is None:
             return 0, self.shared
         first = self.start + self.num_own - self.window  # position of the oldest visible key
-        shared = [
-            run.cut(max(0, first - run.start), len(run)) for run in self.shared if run.start + len(run) > first
-        ]
+        shared = [run.cut(max(0, first - run.start), len(run)) for run in self.shared if run.start + len(run) > first]
         return max(0, first - self.start), shared
 
 
@@ -146,7 +144,7 @@ def draw(logits_GV: Tensor, settings: SamplingSettings, generator: torch.Generat
 
 
 def keep_likely(log_p_GV: Tensor, settings: SamplingSettings) -> Tensor:
-    """Set tokens outside top-k, top-p and min-p to -inf. Each filter looks at what the one before left, renormalised."""
+    """Set tokens outside top-k, top-p and min-p to -inf; each filter looks at what the one before left."""
     if 0 < settings.top_k < log_p_GV.shape[-1]:
         least = log_p_GV.topk(settings.top_k).values[:, -1:]
         log_p_GV = log_p_GV.masked_fill(log_p_GV < least, float("-inf"))

@@ -14,8 +14,8 @@ from longstraw.errors import LongStrawError
 class GradientSums:
     """Sums of gradients over `forward_backward` calls, kept in float32 at least.
 
-    A float32 parameter accumulates in its own `.grad`. A narrower one would round at every chunk, so its gradient moves to a
-    float32 buffer as soon as autograd has made it; `.grad` shows the sum, rounded, between calls.
+    A float32 parameter accumulates in its own `.grad`. A narrower one would round at every chunk, so its gradient
+    moves to a float32 buffer as soon as autograd has made it; `.grad` shows the sum, rounded, between calls.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:

@@ -1,9 +1,8 @@
-"""One update on one screen: capture, score, advantages, replay; the fifth stage, the transaction, is `transaction.py`."""
+"""One update on one screen: capture, score, advantages, replay. The fifth stage is in `transaction.py`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -15,13 +14,6 @@ from longstraw.execution.tree import build_tree, walk
 from longstraw.grpo.objective import GroupFunction, Objective
 from longstraw.records import Prompt, ResponseGroup
 from longstraw.state.node import NodeState
-
-
-@dataclass(frozen=True)
-class UpdateSettings:
-    """`exact`: pull the gradient back through the prompt; otherwise its state is a constant."""
-
-    exact: bool
 
 
 def capture_prompt(run: Runner, prompt: Prompt, *, constant: bool) -> NodeState:
@@ -54,17 +46,21 @@ def group_loss(
     return ObjectiveLoss(objective, group, advantages_G, references, totals)
 
 
-def replay_group(run: Runner, group: ResponseGroup, prompt_state: NodeState, loss: ObjectiveLoss | GroupFunctionLoss) -> None:
+def replay_group(
+    run: Runner, group: ResponseGroup, prompt_state: NodeState, loss: ObjectiveLoss | GroupFunctionLoss
+) -> None:
     """Stage 4: responses one at a time, each freed before the next; then the prompt, if its gradient is exact."""
     if not prompt_state.constant:
         prompt_state.open_cotangents()
-    with run.watch.stage("replay", num_tree_tokens(group)):
-        for node in build_tree(group.responses):
-            replay_subtree(run, node, prompt_state, loss.send)
-    if prompt_state.received_cotangent:
-        with run.watch.stage("prompt_replay", len(group.prompt)):
-            pull_node(run, prompt_state, None)
-    prompt_state.close_cotangents()
+    try:
+        with run.watch.stage("replay", num_tree_tokens(group)):
+            for node in build_tree(group.responses):
+                replay_subtree(run, node, prompt_state, loss.send)
+        if prompt_state.received_cotangent:
+            with run.watch.stage("prompt_replay", len(group.prompt)):
+                pull_node(run, prompt_state, None)
+    finally:
+        prompt_state.close_cotangents()
 
 
 def num_tree_tokens(group: ResponseGroup) -> int:
@@ -72,8 +68,8 @@ def num_tree_tokens(group: ResponseGroup) -> int:
     return sum(len(node.span) for node in walk(build_tree(group.responses)))
 
 
-def all_groups(groups: Sequence[ResponseGroup], objective: Objective | GroupFunction) -> list[Tensor]:
-    """Stage 3: advantages `[G]` of every group."""
+def group_advantages(groups: Sequence[ResponseGroup], objective: Objective | GroupFunction) -> list[Tensor]:
+    """Stage 3: advantages `[G]` of every group; none for a user's function, which has its own."""
     if isinstance(objective, GroupFunction):
         return [Tensor() for _ in groups]
     return objective.group_advantages(groups)

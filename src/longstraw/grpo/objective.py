@@ -12,7 +12,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, cast
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -141,4 +141,4 @@ def as_objective(objective: Objective | Callable[..., Tensor]) -> Objective | Gr
         parameters = inspect.signature(objective).parameters.values()
         positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
         return GroupFunction(objective, takes_group=len(positional) >= 2)
-    return cast(Objective, objective)
+    return objective

@@ -27,8 +27,8 @@ Rotary = dict[str, tuple[Tensor, Tensor]]  # cos, sin [1, T, D] per layer type
 class Decoder:
     """The pieces of a transformers causal LM, with or without a peft adapter.
 
-    Raises `UnsupportedError` for a model type or feature outside the table of families, an adapter with dropout, weights
-    spread over devices, or a model in which nothing would train.
+    Raises `UnsupportedError` for a model type or feature outside the table of families, an adapter with dropout,
+    weights spread over devices, or a model in which nothing would train.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -91,8 +91,8 @@ class Decoder:
         """The reference policy: the same weights without the adapter."""
         if not isinstance(self.model, PeftModel):
             raise UnsupportedError(
-                "beta > 0 needs a reference policy, which is the model with its adapter off; this model has no adapter: "
-                "set beta=0 or train a LoRA adapter."
+                "beta > 0 needs a reference policy, which is the model with its adapter off; this model has no "
+                "adapter: set beta=0 or train a LoRA adapter."
             )
         with self.model.disable_adapter():
             yield
@@ -141,7 +141,8 @@ class Decoder:
     def _refuse_unfit_parts(self) -> None:
         if not self.trained_parameters:
             raise UnsupportedError(
-                "no parameter of the model requires grad, so nothing would train; add an adapter or call requires_grad_()."
+                "no parameter of the model requires grad, so nothing would train; add an adapter or call "
+                "requires_grad_()."
             )
         devices = {p.device for p in self.model.parameters()}
         if len(devices) > 1:

@@ -1,7 +1,7 @@
 """The table of model families: which seams each `model_type` uses, and what is refused by name.
 
-A row is a promise with a test behind it (`tests/models/test_families.py` compares every row's gradients with autograd of
-the stock model). Facts are those of transformers 5.24.
+A row is a promise with a test behind it (`tests/models/test_families.py` compares every row's gradients with autograd
+of the stock model). Facts are those of transformers 5.24.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ FIXED_ROTARY = ("default", "linear", "llama3", "yarn", "proportional")
 class Family:
     """How the engine drives the layers of a model type.
 
-    `windows`: where a sliding window applies. `rotary_by_layer_type`: the rotary module takes the layer type (two bases).
-    `embedding_factor`, `logits_factor`, `logits_divisor`: config keys of the factors that the model applies outside its layers.
+    `windows`: where a sliding window applies. `rotary_by_layer_type`: the rotary module takes the layer type (two
+    bases). `embedding_factor`, `logits_factor`, `logits_divisor`: config keys of the factors that the model applies
+    outside its layers.
     """
 
     windows: Literal["none", "all_layers", "by_layer_type"] = "none"

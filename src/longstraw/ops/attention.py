@@ -19,8 +19,8 @@ from longstraw.ops.kernels import attend, attend_backward, wide_dtype
 
 # Keys taken by one kernel call in forward, where they bound the kernel's own repacked copy.
 KEYS_PER_FORWARD_CALL = 16384
-# Keys taken by one kernel call in backward are as many as the chunk has tokens, so that dK and dV of a call are never larger
-# than those of the chunk; at least this many, for short responses.
+# Keys taken by one kernel call in backward are as many as the chunk has tokens, so that dK and dV of a call are never
+# larger than those of the chunk; at least this many, for short responses.
 MIN_KEYS_PER_BACKWARD_CALL = 256
 # Queries taken by one masked call of a sliding window: its mask is [QUERIES_PER_WINDOW_CALL, that + window].
 QUERIES_PER_WINDOW_CALL = 1024
@@ -87,7 +87,7 @@ class ChunkAttention(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: torch.autograd.function.FunctionCtx, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, keys: ChunkKeys
     ) -> tuple[Tensor, Tensor]:
         if keys.known is not None:
@@ -98,14 +98,14 @@ class ChunkAttention(torch.autograd.Function):
             if sinks is not None:
                 out, lse = _add_sinks(out, lse, sinks)
             out = out.to(q.dtype)
-        ctx.save_for_backward(q, k, v, sinks, out, lse)
+        ctx.save_for_backward(q, k, v, sinks, out, lse)  # type: ignore[arg-type]
         # Without `known`: its output is this node's output, and a node that holds its output is never freed.
         ctx.keys = replace(keys, known=None)  # type: ignore[attr-defined]
         ctx.mark_non_differentiable(lse)
         return out, lse
 
     @staticmethod
-    def backward(ctx, d_out: Tensor, _: Tensor):  # type: ignore[no-untyped-def, override]
+    def backward(ctx, d_out: Tensor, _: Tensor):  # type: ignore[no-untyped-def]
         q, k, v, sinks, out, lse = ctx.saved_tensors
         keys: ChunkKeys = ctx.keys
         run = _backward_window if keys.cuts_off_keys(q.shape[1]) else _backward_full

@@ -175,8 +175,8 @@ def _segment(q_BTJK: Tensor, k_BTJK: Tensor, log_decay_BTH: Tensor, beta_BTH: Te
     kq_NBJPCK *= norm_NBJPC1
     products_NBJPCC = kq_NBJPCK @ kq_NBJPCK[:, :, :, :1].mT
 
-    # Sums of log decays reach thousands where single steps matter: float64 keeps their differences exact. What lies
-    # above the diagonal is clamped before exp, so that no infinity ever meets a zero.
+    # Sums of log decays reach thousands where single steps matter: float64 keeps their differences exact. Clamping
+    # keeps exp on its fast path; above the diagonal tril then writes zeros, so no infinity ever meets a zero.
     log_NBHC = _blocks(log_decay_BTH.unsqueeze(-1), cut, torch.float64).squeeze(-1).cumsum(-1)
     pairs_NBHCC = (log_NBHC.unsqueeze(-1) - log_NBHC.unsqueeze(-2)).to(dtype)
     decay_NBHCC = pairs_NBHCC.clamp_(LOWEST_LOG_DECAY, 0).exp_().tril_()

@@ -27,7 +27,7 @@ class TokenLogprobs(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: torch.autograd.function.FunctionCtx, logits_TV: Tensor, targets_T: Tensor, temperature: float
     ) -> tuple[Tensor, Tensor]:
         log_p = _log_softmax(logits_TV, temperature)
@@ -38,7 +38,7 @@ class TokenLogprobs(torch.autograd.Function):
         return logprobs_T, entropies_T
 
     @staticmethod
-    def backward(ctx, d_logprobs_T: Tensor, d_entropies_T: Tensor):  # type: ignore[no-untyped-def, override]
+    def backward(ctx, d_logprobs_T: Tensor, d_entropies_T: Tensor):  # type: ignore[no-untyped-def]
         logits_TV, targets_T, entropies_T = ctx.saved_tensors
         log_p = _log_softmax(logits_TV, ctx.temperature)
         p = log_p.exp()

@@ -1,6 +1,6 @@
 """Which metrics go into which figure, and what a reader should know about each.
 
-A figure whose metrics are all absent is left out.
+A figure whose metrics are all absent, or whose feature was never at work, is left out.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def learning_figures(run: RunFolder) -> list[Figure]:
     """Reward, held-out scores, and the reward of each function."""
     names = run.metrics.keys_between("rewards/", "/mean")
     per_function = [_Curve(f"rewards/{name}/mean", name) for name in names]
-    scores = [_Curve(key, key) for key in run.evaluations.columns]
+    scores = [_Curve(key, key) for key in run.score_names]
     figures = [
         _reward_figure(run.metrics),
         _figure(
@@ -90,9 +90,23 @@ def update_figures(run: RunFolder) -> list[Figure]:
         ),
         _figure(table, [_Curve("grad_norm", "norm")], "Gradient norm", "Before clipping.", from_zero=True),
         _figure(table, [_Curve("entropy", "entropy")], "Entropy", "Mean over trained tokens, in nats.", from_zero=True),
-        _figure(table, [_Curve("kl", "KL")], "KL to the reference policy", "Mean over trained tokens.", from_zero=True),
-        _figure(table, clipping, "Clipped tokens", "Share of tokens outside the trust region.", from_zero=True),
-        _figure(table, mismatch, "Sampling mismatch", mismatch_text, from_zero=True),
+        _figure(
+            table,
+            [_Curve("kl", "KL")],
+            "KL to the reference policy",
+            "Mean over trained tokens.",
+            from_zero=True,
+            only_if_used=True,
+        ),
+        _figure(
+            table,
+            clipping,
+            "Clipped tokens",
+            "Share of tokens outside the trust region.",
+            from_zero=True,
+            only_if_used=True,
+        ),
+        _figure(table, mismatch, "Sampling mismatch", mismatch_text, from_zero=True, only_if_used=True),
         _figure(
             table, [_Curve("learning_rate", "rate")], "Learning rate", "After warm-up and schedule.", from_zero=True
         ),
@@ -164,7 +178,13 @@ def _reward_figure(table: StepTable) -> Figure | None:
 
 
 def _figure(
-    table: StepTable, curves: Sequence[_Curve], title: str, explanation: str, *, from_zero: bool = False
+    table: StepTable,
+    curves: Sequence[_Curve],
+    title: str,
+    explanation: str,
+    *,
+    from_zero: bool = False,
+    only_if_used: bool = False,  # leave it out while every number is zero
 ) -> Figure | None:
     lines = [
         Line(
@@ -178,7 +198,8 @@ def _figure(
         for colour, curve in enumerate(curves)
         if table.finite(curve.key)
     ]
-    if not lines:
+    used = any(value for line in lines for value in line.values if math.isfinite(value))
+    if not lines or (only_if_used and not used):
         return None
     chart_id = "-".join(title.lower().split())
     svg = line_chart(lines, chart_id=chart_id, description=f"{title} by step", from_zero=from_zero)

@@ -111,7 +111,7 @@ def _facts(run: RunFolder) -> Iterable[str]:
 def _tiles(run: RunFolder) -> Iterable[str]:
     table = run.metrics
     yield _change_tile("Reward", ", first and last step", table, "reward")
-    for key in run.evaluations.columns:
+    for key in run.score_names:
         yield _change_tile(f"Held-out {key}", "", run.evaluations, key)
     num_idle = sum(value == 0.0 for _, value in table.finite("stepped"))
     idle = f", {num_idle} of them without an update" if num_idle else ""

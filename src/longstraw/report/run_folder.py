@@ -68,6 +68,11 @@ class RunFolder:
     completions: tuple[Completion, ...]
     notes: tuple[str, ...]  # one sentence for each thing that is missing or broken
 
+    @property
+    def score_names(self) -> list[str]:
+        """Columns of the evaluations that are scores; counts and statistics of the responses are not."""
+        return [key for key in self.evaluations.columns if "/" not in key and not key.startswith("num_")]
+
     def setting(self, path: str) -> Json:
         """A setting by dotted path, None where it is absent."""
         value: Json = self.config

@@ -15,9 +15,9 @@ from longstraw.ops.kernels import wide_dtype
 class KeyValueState:
     """The extent of a node in one layer, and its cotangents while a replay needs them.
 
-    Owns `key`, `value` `[N, K, D]` in the model's dtype and, between `open_cotangents` and `close_cotangents`, buffers of
-    the same shape in float32. `keep_tokens` bounds N from above: a sliding-window layer whose state is a constant keeps its
-    last window only. Buffers are made at the first write, when head count and dtype are known.
+    Owns `key`, `value` `[N, K, D]` in the model's dtype and, between `open_cotangents` and `close_cotangents`,
+    buffers of the same shape in float32. `keep_tokens` bounds N from above: a sliding-window layer whose state is a
+    constant keeps its last window only. Buffers are made at the first write, when head count and dtype are known.
     """
 
     def __init__(self, *, start: int, num_tokens: int, keep_tokens: int | None = None) -> None:

@@ -30,9 +30,9 @@ class Chunk:
 class NodeState:
     """Owns the typed state of its tokens; refers to its parent for the rest of the path.
 
-    `constant`: nothing is pulled back through the node (the prompt under `stopped`, or anything that is only scored), so it
-    keeps neither chunk boundaries nor keys beyond a window. `last_hidden` `[1, E]` (before the final norm) predicts the first
-    token of every child; `d_last_hidden` collects what they send back.
+    `constant`: nothing is pulled back through the node (the prompt under `stopped`, or anything that is only scored),
+    so it keeps neither chunk boundaries nor keys beyond a window. `last_hidden` `[1, E]` (before the final norm)
+    predicts the first token of every child; `d_last_hidden` collects what they send back.
     """
 
     def __init__(

@@ -1,0 +1,23 @@
+#!/bin/sh
+# GPU-marked tests, then the benchmarks, on one CUDA device, within 10 minutes. From the repository's root:
+#     sh benchmarks/gpu.sh            PYTHON=... chooses the interpreter; default .venv/bin/python
+# Every part has its own limit, and what a benchmark measured before its limit is in benchmarks/results/.
+set -u
+cd "$(dirname "$0")/.."
+PYTHON=${PYTHON:-.venv/bin/python}
+
+"$PYTHON" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' || {
+    echo "benchmarks/gpu.sh needs a CUDA device and a CUDA build of torch; $PYTHON sees none." >&2
+    exit 2
+}
+
+failed=""
+timeout 150 "$PYTHON" -m pytest -m gpu -q || failed="$failed gpu-tests"
+timeout 260 "$PYTHON" benchmarks/update.py --device cuda --budget 20 --total-budget 200 --chunk-tokens 4096 ||
+    failed="$failed update"
+timeout 170 "$PYTHON" benchmarks/long_run.py --device cuda --chunk-tokens 8192 || failed="$failed long-run"
+
+if [ -n "$failed" ]; then
+    echo "failed or cut off:$failed" >&2
+    exit 1
+fi
