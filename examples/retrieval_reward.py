@@ -6,9 +6,9 @@ keyword arguments in (TRL's conventions: the completions and every column of the
 
 from __future__ import annotations
 
-import os.path
 import re
 from collections.abc import Mapping, Sequence
+from itertools import takewhile
 
 Completion = str | Sequence[Mapping[str, str]]
 
@@ -33,8 +33,13 @@ def _score(text: str, code: str) -> float:
     if code in text:
         return CONTAINS + BREVITY * len(code) / len(text)
     if NUMBER.fullmatch(text):
-        return FORM + PER_DIGIT * len(os.path.commonprefix([text, code]))
+        return FORM + PER_DIGIT * _num_first_digits(text, code)
     return 0.0
+
+
+def _num_first_digits(text: str, code: str) -> int:
+    """How many characters the two have in common from the left."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(text, code, strict=False)))
 
 
 def _text(completion: Completion) -> str:

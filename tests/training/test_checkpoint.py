@@ -61,7 +61,7 @@ def test_the_latest_checkpoint_is_the_last_saved(folder):
     assert load_position(find_checkpoint(folder))[0] == Position(step=6, rows_drawn=12, num_tokens=42)
 
 
-FILE_SYSTEM_CALLS = [(os, "fsync"), (os, "rename"), (os, "replace"), (torch, "save"), (shutil, "rmtree"), (os, "open")]
+FILE_SYSTEM_CALLS = [(os, "fsync"), (os, "rename"), (os, "replace"), (torch, "save"), (os, "unlink"), (os, "open")]
 
 
 def kill_at(monkeypatch, number):
@@ -102,13 +102,13 @@ def test_a_kill_at_any_moment_of_saving_leaves_a_usable_latest_checkpoint(folder
             with pytest.raises(Killed):
                 save(folder, 2, keep=1)
         latest = find_checkpoint(folder)
-        assert is_whole(latest), f"killed at call {number}"
+        assert all(is_whole(path) for path in folder.glob("step-*")), f"killed at call {number}"
         outcomes.add(latest.name)
         # The next attempt, as a resumed run makes it, succeeds.
         rewind(folder, latest)
         save(folder, 2, keep=1)
         assert find_checkpoint(folder).name == "step-000002"
-        assert is_whole(find_checkpoint(folder))
+        assert names(folder) == ["latest", "step-000002"] or "set-aside" in names(folder)
     assert outcomes == {"step-000001", "step-000002"}
 
 

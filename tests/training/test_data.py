@@ -17,7 +17,10 @@ VERL = {
 
 def written(tmp_path, *lines):
     path = tmp_path / "rows.jsonl"
-    path.write_text("\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines), encoding="utf-8")
+    path.write_text(
+        "\n".join(line if isinstance(line, str) else json.dumps(line, ensure_ascii=False) for line in lines),
+        encoding="utf-8",
+    )
     return str(path)
 
 

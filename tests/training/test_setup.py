@@ -209,7 +209,7 @@ def test_a_used_folder_is_refused_and_left_alone(make):
     make("out")
     before = Path("out/metrics.jsonl").read_text()
     with pytest.raises(InputError, match="is not empty; go on with it by --resume"):
-        make("out")
+        make("out", model={"name": "nowhere/at/all"})  # refused before a model is looked for
     assert Path("out/metrics.jsonl").read_text() == before
 
 

@@ -76,8 +76,7 @@ class Engine:
         """The prompt's typed state, without autograd. Use it in a `with` block: its bytes are freed on exit."""
         self._check_prompt(prompt)
         with self._decoder.driven():
-            node = capture_prompt(self._runner(), prompt, constant=self.prompt_gradient == "stopped")
-        return PromptState(prompt, node, self.policy_version, self._parameter_stamp())
+            return self._capture(self._runner(), prompt)
 
     def sample(self, state: PromptState, num_responses: int, settings: SamplingSettings) -> list[Response]:
         """G responses in one batch, with the logprobs of the policy that sampled them. No gradient.
@@ -184,15 +183,18 @@ class Engine:
         given: PromptState | None,
         totals: LossTotals,
     ) -> None:
-        constant = self.prompt_gradient == "stopped"
-        node = capture_prompt(run, group.prompt, constant=constant) if given is None else given.node
+        state = given or self._capture(run, group.prompt)
         try:
-            loss = group_loss(run, group, objective, advantages_G, node, totals)
-            replay_group(run, group, node, loss)
+            loss = group_loss(run, group, objective, advantages_G, state.node, totals)
+            replay_group(run, group, state.node, loss, state.take_last_chunk())
             self._has_gradient = True
         finally:
             if given is None:
-                node.free()
+                state.free()
+
+    def _capture(self, run: Runner, prompt: Prompt) -> PromptState:
+        captured = capture_prompt(run, prompt, constant=self.prompt_gradient == "stopped")
+        return PromptState(prompt, captured, self.policy_version, self._parameter_stamp())
 
     def _runner(self) -> Runner:
         return Runner(self._decoder, self._chunk_tokens, self._graph_scope, Stopwatch(self._progress))

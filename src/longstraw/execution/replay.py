@@ -31,7 +31,7 @@ def replay_subtree(run: Runner, node: SpanNode, parent: NodeState, send: SendCot
     keeps_last_chunk = not node.children and run.graph_scope == "layer"
     captured = capture_span(run, node, parent, constant=False, keeps_last_chunk=keeps_last_chunk)
     state = captured.node
-    state.open_cotangents()
+    state.open_cotangents(has_children=bool(node.children))
     for child in node.children:
         replay_subtree(run, child, state, send)
     for index in node.ending:
@@ -109,8 +109,7 @@ def _send_to_parent(run: Runner, parent: NodeState, d_starts: list[Boundary]) ->
         return
     for layer in range(run.decoder.num_layers):
         if run.decoder.recurrent(layer):
-            recurrent = parent.recurrent(layer)
-            recurrent.d_end = recurrent.d_end + d_starts[layer]
+            parent.recurrent(layer).d_end.add_(d_starts[layer])
 
 
 def _cotangents(node: SpanNode, begin: int, end: int) -> tuple[Tensor, Tensor]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from types import TracebackType
 
 from longstraw.errors import StaleStateError
+from longstraw.execution.capture import Captured
+from longstraw.execution.chunk import ChunkForward
 from longstraw.records import Prompt
 from longstraw.state.node import NodeState
 
@@ -12,11 +14,12 @@ from longstraw.state.node import NodeState
 class PromptState:
     """The typed state of one prompt. Made by `Engine.capture`; refuses use after `free` or when its policy moved on."""
 
-    def __init__(self, prompt: Prompt, node: NodeState, policy_version: int, parameter_stamp: int) -> None:
+    def __init__(self, prompt: Prompt, captured: Captured, policy_version: int, parameter_stamp: int) -> None:
         self.prompt = prompt
         self.policy_version = policy_version
         self.parameter_stamp = parameter_stamp
-        self._node: NodeState | None = node
+        self._node: NodeState | None = captured.node
+        self._last_chunk = captured.last_chunk
 
     def __enter__(self) -> PromptState:
         return self
@@ -30,12 +33,17 @@ class PromptState:
         """Give all bytes back. Harmless when called twice."""
         if self._node is not None:
             self._node.free()
-            self._node = None
+            self._node = self._last_chunk = None
 
     @property
     def num_bytes(self) -> int:
-        """Bytes held now."""
+        """Bytes of the typed state held now."""
         return 0 if self._node is None else self._node.num_bytes
+
+    def take_last_chunk(self) -> ChunkForward | None:
+        """The last chunk's forward, if it was kept; it serves one replay."""
+        taken, self._last_chunk = self._last_chunk, None
+        return taken
 
     @property
     def node(self) -> NodeState:

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from longstraw.execution.capture import Runner, capture_node
+from longstraw.execution.capture import Captured, Runner, capture_node
+from longstraw.execution.chunk import ChunkForward
 from longstraw.execution.loss import GroupFunctionLoss, LossTotals, ObjectiveLoss
 from longstraw.execution.replay import pull_node, replay_subtree
 from longstraw.execution.score import Scores, score_trajectories
@@ -16,10 +17,16 @@ from longstraw.records import Prompt, ResponseGroup
 from longstraw.state.node import NodeState
 
 
-def capture_prompt(run: Runner, prompt: Prompt, *, constant: bool) -> NodeState:
-    """Stage 1: the prompt's state, chunk by chunk, layer by layer, without autograd."""
+def capture_prompt(run: Runner, prompt: Prompt, *, constant: bool) -> Captured:
+    """Stage 1: the prompt's state, chunk by chunk, layer by layer, without autograd.
+
+    The forward of a last chunk that is at most half full is kept for its replay: with a response's chunk beside it, the
+    layer inputs alive are still about those of one chunk, and one of the three forwards of a short prompt is saved.
+    """
+    last_tokens = len(prompt) % run.chunk_tokens or run.chunk_tokens
+    keeps = not constant and run.graph_scope == "layer" and 2 * last_tokens <= run.chunk_tokens
     with run.watch.stage("capture", len(prompt)):
-        return capture_node(run, prompt.token_ids, None, constant=constant).node
+        return capture_node(run, prompt.token_ids, None, constant=constant, keeps_last_chunk=keeps)
 
 
 def score_reference(run: Runner, group: ResponseGroup) -> list[Scores]:
@@ -47,18 +54,22 @@ def group_loss(
 
 
 def replay_group(
-    run: Runner, group: ResponseGroup, prompt_state: NodeState, loss: ObjectiveLoss | GroupFunctionLoss
+    run: Runner,
+    group: ResponseGroup,
+    prompt_state: NodeState,
+    loss: ObjectiveLoss | GroupFunctionLoss,
+    last_chunk: ChunkForward | None,
 ) -> None:
     """Stage 4: responses one at a time, each freed before the next; then the prompt, if its gradient is exact."""
     if not prompt_state.constant:
-        prompt_state.open_cotangents()
+        prompt_state.open_cotangents(has_children=True)
     try:
         with run.watch.stage("replay", num_tree_tokens(group)):
             for node in build_tree(group.responses):
                 replay_subtree(run, node, prompt_state, loss.send)
         if prompt_state.received_cotangent:
             with run.watch.stage("prompt_replay", len(group.prompt)):
-                pull_node(run, prompt_state, None)
+                pull_node(run, prompt_state, None, last_chunk)
     finally:
         prompt_state.close_cotangents()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -95,20 +95,18 @@ class NodeState:
         """The keys of the whole path."""
         return [run for node in self.path() for run in node.key_value(layer).run()]
 
-    def open_cotangents(self) -> None:
-        """Before replay: float32 buffers for what later tokens and children will send."""
-        for state in self._key_values():
-            state.open_cotangents()
+    def open_cotangents(self, *, has_children: bool) -> None:
+        """Before replay: buffers for what later chunks of the node and, if it has any, its children will send."""
+        for state in self.layers:
+            if has_children or (isinstance(state, KeyValueState) and len(self.chunks) > 1):
+                state.open_cotangents()
         assert self.last_hidden is not None, "captured before it is replayed"
         self.d_last_hidden = torch.zeros_like(self.last_hidden)
         self.received_cotangent = False
 
     def close_cotangents(self) -> None:
         for state in self.layers:
-            if isinstance(state, KeyValueState):
-                state.close_cotangents()
-            else:
-                state.d_end = Boundary()
+            state.close_cotangents()
         self.d_last_hidden = None
 
     def free(self) -> None:
@@ -120,6 +118,3 @@ class NodeState:
     def num_bytes(self) -> int:
         hidden = [tensor for tensor in (self.last_hidden, self.d_last_hidden) if tensor is not None]
         return sum(state.num_bytes for state in self.layers) + sum(t.numel() * t.element_size() for t in hidden)
-
-    def _key_values(self) -> Iterator[KeyValueState]:
-        return (state for state in self.layers if isinstance(state, KeyValueState))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 
@@ -17,11 +18,18 @@ class Boundary:
     conv_tail_BCW: Tensor | None = None  # last W - 1 inputs of the convolution, model dtype
     matrix_BHKV: Tensor | None = None  # float32
 
-    def __add__(self, other: Boundary) -> Boundary:
-        return Boundary(
-            _add(self.conv_tail_BCW, other.conv_tail_BCW),
-            _add(self.matrix_BHKV, other.matrix_BHKV),
-        )
+    def zeros(self) -> Boundary:
+        """Room for the cotangent of this boundary."""
+        return Boundary(_zeros(self.conv_tail_BCW), _zeros(self.matrix_BHKV))
+
+    def add_(self, other: Boundary) -> None:
+        """Add a cotangent in place, so that many children take no more room than one."""
+        for total, addend in (
+            (self.conv_tail_BCW, other.conv_tail_BCW),
+            (self.matrix_BHKV, other.matrix_BHKV),
+        ):
+            if total is not None and addend is not None:
+                total.add_(addend)
 
     def expand(self, batch: int) -> Boundary:
         """The same boundary for every row of a batch; views."""
@@ -39,8 +47,8 @@ class Boundary:
 class RecurrentState:
     """The boundaries of a node: at the start of each of its chunks (for replay), and at its end (for its children).
 
-    With `keep_starts` False (a constant state) only the running end is kept. `d_end` collects the cotangents of the end
-    that children send; the replay takes them from there.
+    With `keep_starts` False (a constant state) only the running end is kept. Between `open_cotangents` and
+    `close_cotangents` `d_end` collects the cotangents of the end that children send.
     """
 
     def __init__(self, begin: Boundary, *, keep_starts: bool) -> None:
@@ -55,12 +63,16 @@ class RecurrentState:
             self.starts.append(self.end)
         self.end = new_end
 
+    def open_cotangents(self) -> None:
+        self.d_end = self.end.zeros()
+
+    def close_cotangents(self) -> None:
+        self.d_end = Boundary()
+
     @property
     def num_bytes(self) -> int:
         return sum(boundary.num_bytes for boundary in (*self.starts, self.end, self.d_end))
 
 
-def _add(first: Tensor | None, second: Tensor | None) -> Tensor | None:
-    if first is None or second is None:
-        return second if first is None else first
-    return first + second
+def _zeros(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else torch.zeros_like(tensor)

@@ -129,6 +129,8 @@ def _name_latest(folder: Path, checkpoint: Path) -> None:
 
 
 def _drop_old(folder: Path, keep: int | None) -> None:
+    for doomed in folder.glob(".dropping-*"):
+        shutil.rmtree(doomed)  # left by a run that was killed here
     if keep is not None:
         for path in _all(folder)[:-keep]:
             # Renamed first: a half-deleted folder must not look like a checkpoint.
