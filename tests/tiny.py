@@ -1,7 +1,8 @@
 """Small random models of every family, and the conventional run that their exact gradients are compared with."""
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from peft import LoraConfig, get_peft_model
@@ -9,6 +10,11 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.qwen3_5 import modeling_qwen3_5
+from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe
+from transformers.models.qwen3_next import modeling_qwen3_next
+
+from longstraw.ops.delta_rule import gated_delta_rule_naive
 
 BASE = dict(
     vocab_size=99,
@@ -58,16 +64,25 @@ SETTINGS: dict[str, dict] = {
 }
 
 
+# Weights of std 0.02 would give flat logits and hide faults. The hybrid models amplify float32 rounding: at 0.3,
+# scaling every parameter by 1 +- 1e-7 moves the stock model's own gradients by up to 2e-3, at 0.2 by up to 5e-4.
+WEIGHT_STD = {"qwen3_next": 0.2, "qwen3_5_text": 0.2, "qwen3_5_moe_text": 0.2}
+STOCK_RULES = {
+    module: module.torch_chunk_gated_delta_rule
+    for module in (modeling_qwen3_5, modeling_qwen3_5_moe, modeling_qwen3_next)
+}
+
+
 def tiny_model(
     model_type: str, *, dtype: torch.dtype = torch.float32, adapter: bool = True, seed: int = 0, **settings: object
 ) -> nn.Module:
-    """A random model with weights of std 0.3 (0.02 would hide faults), LoRA B not zero; eager attention."""
+    """A random model with large weights, LoRA B not zero; eager attention."""
     torch.manual_seed(seed)
     config = AutoConfig.for_model(model_type, **{**BASE, **SETTINGS.get(model_type, {}), **settings})
     model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager")
     for parameter in model.parameters():
         if parameter.dim() > 1:
-            nn.init.normal_(parameter, std=0.3)
+            nn.init.normal_(parameter, std=WEIGHT_STD.get(model_type, 0.3))
     if adapter:
         model = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False))
     return model.eval()
@@ -81,8 +96,35 @@ def full_logprobs(model: nn.Module, prompt: Tensor, response: Tensor, temperatur
     """Logprobs of the response's tokens by the stock model on the whole sequence, with autograd."""
     device = next(model.parameters()).device
     ids = torch.cat([prompt, response]).to(device)
-    logits = model(ids[None], use_cache=False).logits[0, len(prompt) - 1 : -1].float() / temperature
+    with float64_recurrence():
+        logits = model(ids[None], use_cache=False).logits[0, len(prompt) - 1 : -1].float() / temperature
     return logits.log_softmax(-1).gather(1, response.to(device)[:, None])[:, 0]
+
+
+def float64_rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, **_: object) -> tuple[Tensor, Tensor]:
+    """The gated delta rule token by token in float64. The stock one is float32 and off by up to 4e-4 in gradients."""
+    out, state = gated_delta_rule_naive(
+        q.double(),
+        k.double(),
+        v_BTHV=v.double(),
+        log_decay_BTH=g.double(),
+        beta_BTH=beta.double(),
+        initial_state_BHKV=None,
+    )
+    return out.to(v.dtype), state.float()
+
+
+@contextmanager
+def float64_recurrence() -> Iterator[None]:
+    """The stock models with `float64_rule`, where nothing else replaced their own."""
+    replaced = [m for m, stock in STOCK_RULES.items() if m.torch_chunk_gated_delta_rule is stock]
+    try:
+        for module in replaced:
+            module.torch_chunk_gated_delta_rule = float64_rule
+        yield
+    finally:
+        for module in replaced:
+            module.torch_chunk_gated_delta_rule = STOCK_RULES[module]
 
 
 def full_gradients(
@@ -142,11 +184,11 @@ class StoppedOracle:
             if hasattr(self.module, name)
         }
         if self.stock:
-            rule, conv = self.stock["torch_chunk_gated_delta_rule"], self.stock["causal_conv1d_fn"]
+            conv = self.stock["causal_conv1d_fn"]
 
             def stopped_rule(q, k, v, g, beta, **kw):
                 q, k, v, g, beta = (self._detached(x, 1) for x in (q, k, v, g, beta))
-                return rule(q, k, v, g=g, beta=beta, **kw)
+                return float64_rule(q, k, v, g=g, beta=beta, **kw)
 
             self.module.torch_chunk_gated_delta_rule = stopped_rule
             self.module.causal_conv1d_fn = lambda x, *args, **kw: conv(self._detached(x, 2), *args, **kw)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from peft import PeftModel, set_peft_model_state_dict
+from peft import PeftModel, get_peft_model_state_dict, set_peft_model_state_dict
 from safetensors.torch import load_file
 from transformers import PreTrainedModel
 
@@ -34,8 +34,12 @@ def load_adapter(model: PeftModel, folder: Path) -> None:
     path = folder / ADAPTER_WEIGHTS
     if not path.is_file():
         raise InputError(f"checkpoint: {folder} has no {ADAPTER_WEIGHTS}, but the model trains an adapter.")
+    weights = load_file(path)
+    missing = get_peft_model_state_dict(model, save_embedding_layers=False).keys() - weights.keys()
+    if missing:
+        raise InputError(f"checkpoint: {path} lacks {min(missing)}, which the model trains.")
     try:
-        result = set_peft_model_state_dict(model, load_file(path))
+        result = set_peft_model_state_dict(model, weights)
     except RuntimeError as error:
         problem = " ".join(str(error).split())
         raise InputError(f"checkpoint: the adapter in {folder} is not of the model's shape ({problem}).") from error

@@ -22,14 +22,16 @@ class RandomState:
     torch_cpu: torch.Tensor
     torch_cuda: list[torch.Tensor]  # one for each device
     python: tuple[object, ...]
-    numpy: tuple[object, ...]
+    numpy: tuple[str, list[int], int, int, float]
 
 
 def random_state() -> RandomState:
     """The states now."""
-    kind, keys, *rest = cast("tuple[str, numpy.ndarray, int, int, float]", numpy.random.get_state(legacy=True))
+    kind, keys, place, has_gauss, gauss = cast(
+        "tuple[str, numpy.ndarray, int, int, float]", numpy.random.get_state(legacy=True)
+    )
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-    return RandomState(torch.get_rng_state(), cuda, random.getstate(), (kind, keys.tolist(), *rest))
+    return RandomState(torch.get_rng_state(), cuda, random.getstate(), (kind, keys.tolist(), place, has_gauss, gauss))
 
 
 def restore_random_state(state: RandomState) -> None:
@@ -38,7 +40,8 @@ def restore_random_state(state: RandomState) -> None:
     if torch.cuda.is_available() and len(state.torch_cuda) == torch.cuda.device_count():
         torch.cuda.set_rng_state_all(state.torch_cuda)
     random.setstate(state.python)
-    numpy.random.set_state(state.numpy)
+    kind, keys, *rest = state.numpy
+    numpy.random.set_state((kind, numpy.array(keys, dtype=numpy.uint32), *rest))
 
 
 @contextmanager
