@@ -87,21 +87,45 @@ def test_equal_rewards_skip_the_step_and_are_explained_once(runner):
     assert sum("no parameter was changed" in line for line in runner.lines) == 1
 
 
-def test_a_bad_reward_stops_the_run_after_the_steps_before_it_were_saved(runner):
+@pytest.mark.parametrize(
+    ("fails", "error", "sentence"),
+    [
+        (lambda: float("nan"), InputError, "breaks_later: it returned nan for response 0 to row"),
+        (lambda: {}["x"], KeyError, "x"),
+    ],
+)
+def test_an_error_stops_the_run_after_the_steps_before_it_were_saved(runner, fails, error, sentence):
     calls = []
 
     def breaks_later(completions):
         calls.append(1)
-        return [float("nan") if len(calls) > 6 else float(len(text)) for text in completions]
+        return [fails() if len(calls) > 7 else float(len(text)) for text in completions]
 
-    training = runner.training(
-        rewards=[RewardFunction("breaks_later", breaks_later, 1.0, {})], run={"save_steps": None}
-    )
-    with pytest.raises(InputError, match="breaks_later: it returned nan for response 0 to row"):
+    rewards = [RewardFunction("breaks_later", breaks_later, 1.0, {})]
+    training = runner.training(rewards=rewards, run={"save_steps": None})
+    with pytest.raises(error, match=sentence):
         train(training, Position())
-    position, _ = load_position(find_checkpoint(training.folder.checkpoints))
+    checkpoint = find_checkpoint(training.folder.checkpoints)
+    position, _ = load_position(checkpoint)
     assert position.step == 3
     assert len(metrics_of(training)) == 3
+    assert torch.equal(torch.load(checkpoint / "weights.pt"), training.engine.parameter.detach())
+
+
+def test_a_half_taken_step_is_not_saved(runner):
+    training = runner.training(run={"save_steps": None})
+    step = training.engine.optimizer_step
+
+    def breaks_on_the_way(optimizer, max_grad_norm=None):
+        report = step(optimizer, max_grad_norm)
+        if training.engine.policy_version > 2:
+            raise RuntimeError("out of memory")
+        return report
+
+    training.engine.optimizer_step = breaks_on_the_way
+    with pytest.raises(RuntimeError, match="out of memory"):
+        train(training, Position())
+    assert not training.folder.checkpoints.exists()
 
 
 def test_completions_carry_reward_and_advantage_of_every_response(runner):

@@ -314,7 +314,9 @@ def _with_adapter(model: PreTrainedModel, settings: LoraSettings) -> PeftModel:
         bias="none",
         task_type="CAUSAL_LM",
     )
-    with _one_sentence("adapter"):
+    with _one_sentence("adapter"), warnings.catch_warnings():
+        # peft 0.21 reads an attribute that transformers 5.24 renamed; nothing a user could do about it.
+        warnings.filterwarnings("ignore", ".is_gradient_checkpointing. is deprecated", FutureWarning)
         adapted = get_peft_model(model, config)
     if not any(parameter.requires_grad for parameter in adapted.parameters()):
         raise InputError("adapter: it fits no part of the model and would train nothing.")

@@ -10,7 +10,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-from longstraw.errors import LongStrawError
+import torch
+
 from longstraw.records import ForwardBackwardReport, Prompt, Response, StepReport
 from longstraw.training.checkpoint import Position, save_checkpoint
 from longstraw.training.data import Row, rows_at
@@ -28,16 +29,16 @@ PROMPT_TAIL_TOKENS = 128  # of a prompt that go into completions.jsonl
 def train(training: Training, start: Position) -> Position:
     """Train from `start` to the last step and return where it ended.
 
-    If a row or a reward stops the run (`LongStrawError`), the steps before it are saved first and the error is raised.
+    If an error stops the run in the middle of a step (a reward, memory), the steps before it are saved first.
     """
     position = saved = start
     _evaluate_if_due(training, position, num_taken=0)
     while position.step < training.max_steps:
-        randomness, version = random_state(), training.engine.policy_version
+        randomness, stamp = random_state(), _weights_stamp(training.optimizer)
         try:
             position = train_on_next_rows(training, position)
-        except LongStrawError:
-            if position.step > saved.step and training.engine.policy_version == version:
+        except Exception:
+            if position.step > saved.step and _weights_stamp(training.optimizer) == stamp:
                 _save(training, position, randomness)
             raise
         if _is_save_due(training, position):
@@ -159,6 +160,11 @@ def _save(training: Training, position: Position, randomness: RandomState) -> No
         keep=training.config.run.keep_checkpoints,
     )
     training.say(f"saved {path}")
+
+
+def _weights_stamp(optimizer: torch.optim.Optimizer) -> int:
+    """Changes whenever a trained parameter is written: an error may come after some of them were."""
+    return sum(parameter._version for group in optimizer.param_groups for parameter in group["params"])
 
 
 def _is_save_due(training: Training, position: Position) -> bool:

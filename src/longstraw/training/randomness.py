@@ -40,8 +40,8 @@ def restore_random_state(state: RandomState) -> None:
     if torch.cuda.is_available() and len(state.torch_cuda) == torch.cuda.device_count():
         torch.cuda.set_rng_state_all(state.torch_cuda)
     random.setstate(state.python)
-    kind, keys, *rest = state.numpy
-    numpy.random.set_state((kind, numpy.array(keys, dtype=numpy.uint32), *rest))
+    kind, keys, place, has_gauss, gauss = state.numpy
+    numpy.random.set_state((kind, numpy.array(keys, dtype=numpy.uint32), place, has_gauss, gauss))
 
 
 @contextmanager
