@@ -76,7 +76,7 @@ def forward_chunk(decoder: Decoder, node: NodeState, chunk: Chunk, *, writes: bo
     saved = []
     for layer in range(decoder.num_layers):
         if decoder.recurrent(layer):
-            begin = node.recurrent(layer).end if writes else _start_boundary(node, layer, chunk)
+            begin = node.recurrent(layer).start(node.chunks.index(chunk))
             cache = RecurrentCache(begin.conv_tail_BCW, begin.matrix_BHKV)
             out = decoder.run_layer(layer, hidden, rotary, start=start, seam=cache)
             if writes:
@@ -133,16 +133,18 @@ class ChunkGraph:
         start = node.start + chunk.begin
         self._seams: list[ExtentSeam | RecurrentCache] = []
         self._begins: list[Boundary] = []
-        with torch.enable_grad():
+        first = decoder.first_trained_layer
+        with torch.set_grad_enabled(first == 0):
             hidden = decoder.embed(node.token_ids[None, chunk.begin : chunk.end])
-            if not hidden.requires_grad:
-                hidden.requires_grad_()
-            rotary = decoder.rotary(hidden, start)
-            for layer in range(decoder.num_layers):
+        rotary = decoder.rotary(hidden, start)
+        for layer in range(decoder.num_layers):
+            if layer == first and not hidden.requires_grad:
+                hidden.requires_grad_()  # the seams' constants must not cut the graph of the layers above
+            with torch.set_grad_enabled(layer >= first):
                 begin, seam = _replay_seam(decoder, node, chunk, layer, None)
                 hidden = decoder.run_layer(layer, hidden, rotary, start=start, seam=seam)
-                self._begins.append(begin)
-                self._seams.append(seam)
+            self._begins.append(begin)
+            self._seams.append(seam)
         self._hidden = hidden
         self.forward = ChunkForward(hidden.detach(), [])
 
@@ -153,10 +155,6 @@ class ChunkGraph:
             _add_end_cotangents(outs, grads, seam, d_end)
         torch.autograd.backward(outs, grads)
         return [_gradient_of(begin) for begin in self._begins]
-
-
-def _start_boundary(node: NodeState, layer: int, chunk: Chunk) -> Boundary:
-    return node.recurrent(layer).starts[node.chunks.index(chunk)]
 
 
 def _end_boundary(cache: RecurrentCache) -> Boundary:
@@ -170,7 +168,7 @@ def _replay_seam(
     """The seam of a layer under autograd, and the leaves of its start boundary (none before the first token)."""
     if not decoder.recurrent(layer):
         return Boundary(), ExtentSeam(node, layer, chunk, decoder.windows[layer], known=attention)
-    begin = _start_boundary(node, layer, chunk)
+    begin = node.recurrent(layer).start(node.chunks.index(chunk))
     leaves = Boundary(_leaf(begin.conv_tail_BCW), _leaf(begin.matrix_BHKV))
     return leaves, RecurrentCache(leaves.conv_tail_BCW, leaves.matrix_BHKV)
 

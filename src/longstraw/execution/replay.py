@@ -11,9 +11,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from longstraw.execution.capture import Runner, chunk_targets
+from longstraw.execution.capture import Runner, chunk_targets, predicting_hidden
 from longstraw.execution.chunk import ChunkForward, ChunkGraph, forward_chunk, pull_chunk_by_layer
-from longstraw.execution.head import pull_tokens
+from longstraw.execution.head import pull_tokens, score_tokens
 from longstraw.execution.score import capture_span
 from longstraw.execution.tree import SpanNode
 from longstraw.state.node import Chunk, NodeState
@@ -28,6 +28,9 @@ def replay_subtree(run: Runner, node: SpanNode, parent: NodeState, send: SendCot
 
     The one forward of a leaf's last chunk serves its score and its replay. All state of the subtree is freed on return.
     """
+    if _fits_one_graph(run, node):
+        _replay_in_one_graph(run, node, parent, send)
+        return
     keeps_last_chunk = not node.children and run.graph_scope == "layer"
     captured = capture_span(run, node, parent, constant=False, keeps_last_chunk=keeps_last_chunk)
     state = captured.node
@@ -39,6 +42,31 @@ def replay_subtree(run: Runner, node: SpanNode, parent: NodeState, send: SendCot
     if node.has_cotangent() or state.received_cotangent:
         pull_node(run, state, node, captured.last_chunk)
     state.free()
+    node.release()
+
+
+def _fits_one_graph(run: Runner, node: SpanNode) -> bool:
+    """A leaf so short that the graph of all its layers is no larger than that of one layer of a full chunk."""
+    token_layers = len(node.span) * (1 if run.graph_scope == "chunk" else run.decoder.num_layers)
+    return not node.children and token_layers <= run.chunk_tokens
+
+
+def _replay_in_one_graph(run: Runner, node: SpanNode, parent: NodeState, send: SendCotangents) -> None:
+    """Replay a short leaf with a single forward: its graph is kept from score to pull, its state is never stored."""
+    state = run.new_node(node.span.token_ids, parent, constant=False)
+    chunk = state.chunks[0]
+    graph = ChunkGraph(run.decoder, state, chunk)
+    if node.span.trained:
+        assert parent.last_hidden is not None, "the parent is alive while its children are replayed"
+        predicting = predicting_hidden(parent.last_hidden, graph.forward.hidden_BTE)
+        node.hold(*score_tokens(run.decoder, predicting, state.token_ids, node.span.temperature))
+    run.watch.advance(chunk.num_tokens)
+    for index in node.ending:
+        send(index, node)
+    if node.has_cotangent():
+        d_hidden = _token_cotangents(run, state, chunk, node, graph.forward)
+        _send_to_parent(run, parent, graph.pull(d_hidden, [Boundary()] * run.decoder.num_layers))
+        _pull_first_token(run, state, parent, node)
     node.release()
 
 
@@ -77,6 +105,18 @@ def _pull_chunk(
         forward = graph.forward
     elif forward is None:
         forward = forward_chunk(run.decoder, state, chunk, writes=False, keeps_inputs=True)
+    d_hidden = _token_cotangents(run, state, chunk, trained, forward)
+    if chunk is state.chunks[-1] and state.d_last_hidden is not None:
+        d_hidden[0, -1:] += state.d_last_hidden
+    if graph is not None:
+        return graph.pull(d_hidden, d_ends)
+    return pull_chunk_by_layer(run.decoder, state, chunk, forward.layers, d_hidden, d_ends)
+
+
+def _token_cotangents(
+    run: Runner, state: NodeState, chunk: Chunk, trained: SpanNode | None, forward: ChunkForward
+) -> Tensor:
+    """Cotangent `[1, T, E]` of a chunk's last hidden states from the node's own tokens that they predict."""
     d_hidden = torch.zeros_like(forward.hidden_BTE)
     targets = chunk_targets(state, chunk)
     if trained is not None and len(targets) > 0:
@@ -85,11 +125,7 @@ def _pull_chunk(
         d_hidden[0, : len(targets)] = pull_tokens(
             run.decoder, predicting, targets, trained.span.temperature, d_logprobs, d_entropies
         )
-    if chunk is state.chunks[-1] and state.d_last_hidden is not None:
-        d_hidden[0, -1:] += state.d_last_hidden
-    if graph is not None:
-        return graph.pull(d_hidden, d_ends)
-    return pull_chunk_by_layer(run.decoder, state, chunk, forward.layers, d_hidden, d_ends)
+    return d_hidden
 
 
 def _pull_first_token(run: Runner, state: NodeState, parent: NodeState, trained: SpanNode) -> None:

@@ -63,6 +63,10 @@ class RecurrentState:
             self.starts.append(self.end)
         self.end = new_end
 
+    def start(self, chunk: int) -> Boundary:
+        """The boundary before the node's chunk of that index, which ran or is the next to run."""
+        return self.starts[chunk] if chunk < len(self.starts) else self.end
+
     def open_cotangents(self) -> None:
         self.d_end = self.end.zeros()
 
