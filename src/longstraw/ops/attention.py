@@ -172,11 +172,17 @@ def _backward_full(
     folded = [_fold(x, num_key_heads).contiguous() for x in (d_out, q, out)]
     folded_lse = lse.reshape(1, num_key_heads, -1)
     for piece in _slices(keys.earlier, max(q.shape[1], MIN_KEYS_PER_BACKWARD_CALL)):
+        # The CPU kernel gives each thread whole heads, so an odd number of them leaves cores idle. Halves of the keys
+        # as a batch of two make it even: with the global LSE their shares of the gradient are independent.
+        halves = 2 if num_key_heads % 2 == 1 and len(piece) % 2 == 0 and q.device.type == "cpu" else 1
+        queries = [x.expand(halves, *x.shape[1:]) for x in (*folded, folded_lse)]
+        k_half, v_half = (_halve(x, halves) for x in (piece.key_NKD, piece.value_NKD))
         part, d_key, d_value = attend_backward(
-            folded[0], (folded[1], *_kernel_keys(piece)), folded[2], folded_lse, scale=keys.scale
+            queries[0], (queries[1], k_half, v_half), queries[2], queries[3], scale=keys.scale
         )
-        dq += _unfold(part, q.shape)
-        _send(piece, d_key[0], d_value[0])
+        for share in part:
+            dq += _unfold(share, q.shape)
+        _send(piece, _join_halves(d_key), _join_halves(d_value))
     return dq, dk, dv
 
 
@@ -267,6 +273,16 @@ def _slices(runs: Sequence[KeyRun], num_keys: int) -> Iterator[KeyRun]:
 
 def _kernel_keys(run: KeyRun) -> tuple[Tensor, Tensor]:
     return run.key_NKD.transpose(0, 1)[None], run.value_NKD.transpose(0, 1)[None]
+
+
+def _halve(x_NKD: Tensor, halves: int) -> Tensor:
+    """`[halves, K, N / halves, D]`, a view."""
+    return x_NKD.unflatten(0, (halves, -1)).transpose(1, 2)
+
+
+def _join_halves(x: Tensor) -> Tensor:
+    """`[K, N, D]`."""
+    return x.transpose(0, 1).flatten(1, 2)
 
 
 def _fold(x_HTD: Tensor, num_key_heads: int) -> Tensor:
