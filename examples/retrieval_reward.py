@@ -20,9 +20,9 @@ FORM, PER_DIGIT = 0.1, 0.1
 def bare_code(completions: Sequence[Completion], answer: Sequence[str]) -> list[float]:
     """1 for the code and nothing else; less for the code among other words; a little for another four-digit number.
 
-    The model starts with sentences, and a bare code that is hardly ever sampled is hardly ever rewarded. So a response
-    with the code earns more the shorter it is, and a wrong number earns for its form and for its first digits: every
-    digit that was read from the prompt is a step towards reading all four.
+    At first the model goes on with "7893. It is used to ..." or with other words altogether, and hardly ever ends right
+    after the code. So a response with the code earns more the shorter it is, and a wrong number earns for its form and
+    its first digits: every digit that was read from the prompt is a step towards reading all four.
     """
     return [_score(_text(completion), code) for completion, code in zip(completions, answer, strict=True)]
 

@@ -1,8 +1,9 @@
 """Retrieval rows made from the Python standard library's own source: real text, on every machine, without a network.
 
-One comment line, `# The <colour> access code is <4 digits>.`, is hidden at a random place in a stretch of source; the
-question at the end asks for it. Training and held-out rows share no file, no colour and no code, so a held-out score
-measures finding the line, not remembering it. The same arguments give the same rows on the same Python version.
+One comment line, `# The <colour> access code is <4 digits>.`, is hidden at a random place in a stretch of source. The
+question at the end asks for it, and the first words of the answer are given. Training and held-out rows share no file,
+no colour and no code, so a held-out score measures finding the line, not remembering it. The same arguments give the
+same rows on the same Python version.
 """
 
 from __future__ import annotations
@@ -23,7 +24,10 @@ HELD_OUT_SHARE = 4  # one file and one code in so many is held out
 MIN_FILE_BYTES = 16_000  # room for different stretches of the longest prompt
 NOT_LIBRARY = ("test", "idlelib", "lib2to3", "encodings", "pydoc_data", "site-packages", "dist-packages")
 
-QUESTION = "What is the {colour} access code?\nAnswer with the number only.\nNumber:"
+QUESTION = "What is the {colour} access code?"
+# The assistant's turn begins with these words and the model goes on. Asked without them it starts with anything, bare
+# codes are hardly ever sampled, and what is never sampled cannot be rewarded.
+OPENING = "The {colour} access code is"
 
 
 class Tokenizer(Protocol):
@@ -32,7 +36,7 @@ class Tokenizer(Protocol):
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
 
     def apply_chat_template(
-        self, conversation: list[dict[str, str]], *, tokenize: bool, add_generation_prompt: bool
+        self, conversation: list[dict[str, str]], *, tokenize: bool, continue_final_message: bool
     ) -> str: ...
 
 
@@ -102,6 +106,7 @@ def source_files(folder: Path, *, held_out: bool) -> list[str]:
         if is_held_out(name := path.relative_to(folder).as_posix()) == held_out
         and path.stat().st_size >= MIN_FILE_BYTES
         and path.read_bytes().isascii()
+        and not path.name.startswith("_sysconfigdata")  # written when Python was built, another on every machine
     )
 
 
@@ -125,9 +130,12 @@ def _stretch(text: str, rng: random.Random, *, tokenizer: Tokenizer, room: int) 
 
 
 def _messages(lines: Sequence[str], extra: str, colour: str) -> list[dict[str, str]]:
-    return [{"role": "user", "content": f"{''.join(lines)}{extra}\n{QUESTION.format(colour=colour)}"}]
+    return [
+        {"role": "user", "content": f"{''.join(lines)}{extra}\n{QUESTION.format(colour=colour)}"},
+        {"role": "assistant", "content": OPENING.format(colour=colour)},
+    ]
 
 
 def _count_tokens(tokenizer: Tokenizer, messages: list[dict[str, str]]) -> int:
-    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    text = tokenizer.apply_chat_template(messages, tokenize=False, continue_final_message=True)
     return len(tokenizer.encode(text, add_special_tokens=False))

@@ -11,16 +11,17 @@ HIDDEN = re.compile(r"# The (\w+) access code is (\d{4})\.")
 
 
 class WordTokenizer:
-    """A token a word or line end, so that lengths are cheap to count; the template adds three tokens."""
+    """A token a word or line end, so that lengths are cheap to count; the template adds three."""
 
     def encode(self, text, *, add_special_tokens):
         assert not add_special_tokens, "the chat template writes its own"
         return [len(word) for word in re.findall(r"\S+|\n", text)]
 
-    def apply_chat_template(self, conversation, *, tokenize, add_generation_prompt):
+    def apply_chat_template(self, conversation, *, tokenize, continue_final_message):
         assert not tokenize
-        assert add_generation_prompt
-        return f"<user> {conversation[0]['content']} <end> <assistant>"
+        assert continue_final_message
+        user, assistant = conversation
+        return f"<user> {user['content']} <end> <assistant> {assistant['content']}"
 
 
 TOKENIZER = WordTokenizer()
@@ -40,12 +41,14 @@ def test_the_asked_code_stands_in_the_text_once_with_its_colour(rows):
         assert HIDDEN.findall(text) == [(row.colour, row.answer)]
         assert text.count(row.answer) == 1
         assert row.colour in text.rpartition("\n\n")[2]
+        assert row.colour in row.prompt[1]["content"]
+        assert row.answer not in row.prompt[1]["content"]
 
 
 def test_every_prompt_has_a_length_within_the_limits(rows):
     lengths = []
     for row in [*rows[False], *rows[True]]:
-        text = TOKENIZER.apply_chat_template(row.prompt, tokenize=False, add_generation_prompt=True)
+        text = TOKENIZER.apply_chat_template(row.prompt, tokenize=False, continue_final_message=True)
         assert len(TOKENIZER.encode(text, add_special_tokens=False)) == row.num_prompt_tokens
         lengths.append(row.num_prompt_tokens)
     assert min(lengths) >= 200
