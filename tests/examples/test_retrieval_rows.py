@@ -4,8 +4,9 @@ import re
 
 import pytest
 
+import retrieval_rows
 from longstraw.training.data import load_rows
-from retrieval_rows import QUESTION, make_rows, write_rows
+from retrieval_rows import QUESTION, is_held_out, make_rows, write_rows
 
 HIDDEN = re.compile(r"# The (\w+) access code is (\d{4})\.")
 
@@ -72,6 +73,20 @@ def test_held_out_rows_share_nothing_with_training_rows(rows, field):
     assert len(train) > 2
     assert len(held_out) > 2
     assert not train & held_out
+
+
+def test_codes_are_split_like_files(rows):
+    assert all(is_held_out(row.answer) for row in rows[True])
+    assert not any(is_held_out(row.answer) for row in rows[False])
+
+
+def test_code_that_stands_in_the_source_already_is_not_hidden_there(monkeypatch, tmp_path):
+    for name in "abcdefgh":
+        (tmp_path / f"{name}.py").write_text("port = 1234\n" * 2_000)
+    monkeypatch.setattr(retrieval_rows.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
+    monkeypatch.setattr(retrieval_rows, "_draw_code", lambda rng, held_out: rng.choice(["1234", "5678"]))
+    rows = make_rows(6, 0, tokenizer=TOKENIZER, held_out=False, min_tokens=200, max_tokens=301)
+    assert {row.answer for row in rows} == {"5678"}
 
 
 def test_same_arguments_give_the_same_rows_and_another_seed_others(rows):

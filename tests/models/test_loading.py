@@ -122,6 +122,7 @@ def test_nf4_keeps_frozen_weights_in_4_bits_and_the_adapter_gets_gradients(folde
     assert layer.weight.dtype == torch.uint8
     assert layer.weight.numel() * 2 == 64 * 128
     assert layer.weight.quant_state.nested
+    assert layer.training, "in eval mode it would repack its weights for inference"
     model(torch.tensor([[3, 4, 5]])).logits.float().square().sum().backward()
     assert all(value.grad is not None for value in trainable(model).values())
 
