@@ -187,8 +187,8 @@ class RunSettings(Section):
     """Newest checkpoints that are kept; null keeps all."""
     log_completions: bool = True
     """Write every response, its reward and its advantage to completions.jsonl."""
-    track_memory: bool = True
-    """Count live tensor bytes by stage; on a CPU this costs some time at every operator."""
+    track_memory_steps: Count | None = 10
+    """Count live tensor bytes by stage, sampling apart, in the first step and every so many after it; null never."""
     threads: Count | None = None
     """CPU threads torch uses; null is torch's own choice."""
 

@@ -275,3 +275,16 @@ def test_cuda_reads_the_allocator_with_the_same_interface():
     assert tracker.live_bytes == weight.nbytes
     assert tracker.peak_bytes == 7 * (1 << 22)
     assert [record.num_bytes >> 20 for record in seen] == [8, 16, 2]
+
+
+def test_what_is_made_during_a_pause_is_not_counted_and_what_dies_in_it_is():
+    with MemoryTracker() as tracker:
+        kept, dying = torch.zeros(100), torch.zeros(50)
+        tracker.pause()
+        unseen = torch.zeros(1000)
+        del dying
+        tracker.resume()
+        assert tracker.live_bytes == kept.numel() * 4
+        seen = torch.zeros(10)
+        assert tracker.live_bytes == (kept.numel() + seen.numel()) * 4
+    assert tracker.peak_bytes == 600 and unseen.numel() == 1000

@@ -77,6 +77,24 @@ def test_a_freed_state_is_refused_and_holds_nothing(engine):
         engine.score(state, RESPONSES)
 
 
+def test_a_state_of_another_engine_is_refused(engine):
+    with Engine(engine.model).capture(PROMPT) as state, pytest.raises(InputError, match="another engine"):
+        engine.score(state, RESPONSES)
+
+
+def test_sums_are_dropped_when_a_group_fails_halfway(engine):
+    calls = []
+
+    def fails_at_second_group(logprobs):
+        calls.append(1)
+        return logprobs[0].sum() * (1.0 if len(calls) == 1 else float("nan"))
+
+    with pytest.raises(InputError):
+        engine.forward_backward([ResponseGroup(PROMPT, RESPONSES)] * 2, fails_at_second_group)
+    assert not gradients(engine.model)
+    assert not engine.optimizer_step(optimizer_of(engine)).stepped
+
+
 def test_a_state_of_another_prompt_is_refused(engine):
     with engine.capture(Prompt(random_ids(21, 2))) as state, pytest.raises(InputError, match="another prompt"):
         engine.forward_backward([ResponseGroup(PROMPT, RESPONSES, rewards=[0, 1])], GRPO(), states=[state])

@@ -13,7 +13,6 @@ TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5}
 def small_calls(monkeypatch):
     """Several kernel calls per extent and per window at test sizes."""
     monkeypatch.setattr(attention, "KEYS_PER_FORWARD_CALL", 5)
-    monkeypatch.setattr(attention, "MIN_KEYS_PER_BACKWARD_CALL", 2)
     monkeypatch.setattr(attention, "QUERIES_PER_WINDOW_CALL", 4)
 
 
@@ -30,7 +29,7 @@ def oracle_gradients(q, k, v, sinks, keys, d_out):
     runs = [
         KeyRun(r.key_NKD.clone().requires_grad_(), r.value_NKD.clone().requires_grad_(), r.start) for r in keys.earlier
     ]
-    out = chunk_attention_naive(q, k, v, sinks, ChunkKeys(runs, keys.start, keys.scale, keys.window))
+    out = chunk_attention_naive(q, k, v, sinks, ChunkKeys(runs, keys.start, keys.scale, 5, keys.window))
     loss = (out * d_out).sum() + (k.transpose(0, 1) * keys.d_own_key_TKD).sum()
     loss = loss + (v.transpose(0, 1) * keys.d_own_value_TKD).sum()
     leaves = [q, k, v, *([] if sinks is None else [sinks]), *(x for r in runs for x in (r.key_NKD, r.value_NKD))]
@@ -50,14 +49,14 @@ def test_chunk_attention_equals_one_softmax_over_the_path(dtype, window, with_si
     sinks = torch.randn(heads, dtype=dtype, requires_grad=True) if with_sinks else None
     d_own = [torch.randn(tokens, key_heads, width, dtype=dtype) for _ in range(2)]
     d_out = torch.randn(heads, tokens, width, dtype=dtype)
-    keys = ChunkKeys(runs, start, 0.3, window, *d_own)
+    keys = ChunkKeys(runs, start, 0.3, 5, window, *d_own)
     want_out, want = oracle_gradients(q, k, v, sinks, keys, d_out)
 
     known = None
     for _ in range(2):  # computed, then with the known output handed back
         for run in runs:
             run.d_key_NKD.zero_(), run.d_value_NKD.zero_()
-        out, lse = ChunkAttention.apply(q, k, v, sinks, ChunkKeys(runs, start, 0.3, window, *d_own, known))
+        out, lse = ChunkAttention.apply(q, k, v, sinks, ChunkKeys(runs, start, 0.3, 5, window, *d_own, known))
         grads = torch.autograd.grad(out, [q, k, v, *([] if sinks is None else [sinks])], d_out)
         grads = [*grads, *(x for run in runs for x in (run.d_key_NKD, run.d_value_NKD))]
         torch.testing.assert_close(out, want_out, rtol=0, atol=TOLERANCE[dtype])
@@ -72,7 +71,7 @@ def test_a_constant_extent_gets_no_cotangent_and_changes_nothing_else():
     constant = [KeyRun(run.key_NKD, run.value_NKD, run.start) for run in runs]
     q, k, v = (torch.randn(heads, 5, 8, dtype=torch.float64, requires_grad=True) for heads in (4, 2, 2))
     grads = [
-        torch.autograd.grad(ChunkAttention.apply(q, k, v, None, ChunkKeys(r, start, 0.3))[0].sum(), (q, k, v))
+        torch.autograd.grad(ChunkAttention.apply(q, k, v, None, ChunkKeys(r, start, 0.3, 5))[0].sum(), (q, k, v))
         for r in (runs, constant)
     ]
     for with_buffers, without in zip(*grads, strict=True):
@@ -96,8 +95,8 @@ def test_bfloat16_error_is_that_of_bfloat16():
     torch.manual_seed(0)
     runs, start = make_runs((33,), 2, 16, torch.float32)
     q, k, v = (torch.randn(heads, 9, 16) for heads in (4, 2, 2))
-    want = chunk_attention_naive(q, k, v, None, ChunkKeys(runs, start, 0.25))
+    want = chunk_attention_naive(q, k, v, None, ChunkKeys(runs, start, 0.25, 5))
     half = [KeyRun(r.key_NKD.bfloat16(), r.value_NKD.bfloat16(), r.start) for r in runs]
-    out, _ = ChunkAttention.apply(*(x.bfloat16() for x in (q, k, v)), None, ChunkKeys(half, start, 0.25))
+    out, _ = ChunkAttention.apply(*(x.bfloat16() for x in (q, k, v)), None, ChunkKeys(half, start, 0.25, 5))
     assert out.dtype == torch.bfloat16
     assert (out.float() - want).norm() / want.norm() < 2**-7

@@ -18,6 +18,12 @@ class Memory:
     def end_stage(self, name):
         self.events.append(f"end {name}")
 
+    def pause(self):
+        self.events.append("pause")
+
+    def resume(self):
+        self.events.append("resume")
+
 
 def stage(meter, name):
     meter.start(name, 10)
@@ -41,6 +47,27 @@ def test_a_step_is_measured_stage_by_stage():
     assert all(seconds >= 0 for seconds in costs.seconds.values())
     assert (costs.peak_bytes, costs.stage_peak_bytes) == (7, {"capture": 7})
     assert memory.events == [f"{edge} {name}" for name in ("capture", "replay", "capture") for edge in ("begin", "end")]
+
+
+def test_memory_is_not_counted_in_other_steps():
+    meter = StageMeter(track_memory=lambda: 1 / 0)
+    with meter.measure(counts_memory=False) as costs:
+        stage(meter, "capture")
+    assert costs.peak_bytes is None
+
+
+def test_memory_is_not_counted_while_sampling():
+    memory = Memory()
+
+    @contextmanager
+    def track():
+        yield memory
+
+    meter = StageMeter(track_memory=track)
+    with meter.measure() as costs:
+        stage(meter, "sample")
+    assert memory.events == ["pause", "resume"]
+    assert set(costs.seconds) == {"sample"}
 
 
 def test_each_step_is_measured_anew():

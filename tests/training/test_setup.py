@@ -75,7 +75,7 @@ def make(model_folder, tmp_path, monkeypatch):
             "rewards": [{"function": "reward_code.py:odd_letters"}, {"function": "contains_answer", "weight": 0.5}],
             "sampling": {"num_generations": 2, "max_completion_length": 3},
             "optimizer": {"learning_rate": 0.01, "warmup_steps": 2},
-            "run": {"output_dir": output, "max_steps": 3, "save_steps": 3, "track_memory": False},
+            "run": {"output_dir": output, "max_steps": 3, "save_steps": 3, "track_memory_steps": None},
         }
         for name, values in sections.items():
             tree[name] = values if values is None or name == "rewards" else {**tree.get(name, {}), **values}
@@ -124,7 +124,7 @@ def test_six_steps_equal_three_and_three_resumed_bit_for_bit(make, adapter):
 
 def test_a_run_leaves_its_folder(make):
     evaluation = {"rows": "rows.jsonl", "num_generations": 2, "max_rows": 2}
-    make("out", evaluation=evaluation, run={"track_memory": True, "prompts_per_step": 2})
+    make("out", evaluation=evaluation, run={"track_memory_steps": 1, "prompts_per_step": 2})
     folder = Path("out")
     assert {path.name for path in folder.iterdir()} == {
         "config.yaml",

@@ -39,6 +39,7 @@ class ExtentSeam:
             earlier=self.node.runs_before(self.layer, self.chunk),
             start=self.node.start + self.chunk.begin,
             scale=scale,
+            keys_per_backward_call=self.node.chunk_tokens,
             window=self.window,
             d_own_key_TKD=d_own_key,
             d_own_value_TKD=d_own_value,

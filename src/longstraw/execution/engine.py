@@ -14,7 +14,7 @@ from longstraw.execution.loss import LossTotals
 from longstraw.execution.progress import Progress, Silent, Stopwatch
 from longstraw.execution.sample import sample_responses
 from longstraw.execution.score import score_trajectories
-from longstraw.execution.state import PromptState
+from longstraw.execution.state import PromptState, Stamp
 from longstraw.execution.transaction import GradientSums
 from longstraw.execution.update import capture_prompt, group_advantages, group_loss, num_tree_tokens, replay_group
 from longstraw.grpo.objective import GroupFunction, Objective, as_objective
@@ -114,9 +114,11 @@ class Engine:
         `objective` is `GRPO(...)` or a function of a group's token logprobs (see `longstraw.grpo.objective`).
         `states` are the groups' captured prompts; without them each prompt is captured here and freed. Groups that
         cannot give a gradient (equal rewards without KL term, every response truncated and masked) are skipped and
-        counted.
+        counted. If it raises while it runs, all sums since the last step are dropped: a part of a group is no gradient.
         """
         checked = as_objective(objective)
+        if not isinstance(checked, GroupFunction) and checked.needs_reference:
+            self._decoder.check_reference()
         if not groups:
             raise InputError("forward_backward: groups is empty.")
         for index, group in enumerate(groups):
@@ -125,13 +127,17 @@ class Engine:
         advantages = group_advantages(groups, checked)
         run, totals = self._runner(), LossTotals()
         reasons: list[str] = []
-        with self._decoder.driven(), self._gradients.collecting():
-            for index, group in enumerate(groups):
-                reason = _nothing_to_learn(group, checked, advantages[index], index)
-                if reason:
-                    reasons.append(reason)
-                    continue
-                self._replay(run, group, checked, advantages[index], states[index] if states else None, totals)
+        try:
+            with self._decoder.driven(), self._gradients.collecting():
+                for index, group in enumerate(groups):
+                    reason = _nothing_to_learn(group, checked, advantages[index], index)
+                    if reason:
+                        reasons.append(reason)
+                        continue
+                    self._replay(run, group, checked, advantages[index], states[index] if states else None, totals)
+        except BaseException:
+            self._drop_sums()
+            raise
         denominator = sum(_denominator(group, checked) for group in groups)
         self._denominator += denominator
         return ForwardBackwardReport(
@@ -194,12 +200,16 @@ class Engine:
 
     def _capture(self, run: Runner, prompt: Prompt) -> PromptState:
         captured = capture_prompt(run, prompt, constant=self.prompt_gradient == "stopped")
-        return PromptState(prompt, captured, self.policy_version, self._parameter_stamp())
+        return PromptState(prompt, captured, self._decoder, Stamp(self.policy_version, self._parameter_writes()))
+
+    def _drop_sums(self) -> None:
+        self._gradients.clear()
+        self._denominator, self._has_gradient = 0.0, False
 
     def _runner(self) -> Runner:
         return Runner(self._decoder, self._chunk_tokens, self._graph_scope, Stopwatch(self._progress))
 
-    def _parameter_stamp(self) -> int:
+    def _parameter_writes(self) -> int:
         """Changes whenever a trained parameter is written in place, by this engine's step or by anyone."""
         return sum(p._version for p in self._decoder.trained_parameters.values())
 
@@ -248,13 +258,15 @@ class Engine:
     def _check_state(self, state: PromptState) -> None:
         if not isinstance(state, PromptState):
             raise InputError(f"state must come from Engine.capture, got {type(state).__name__}.")
-        age = self.policy_version - state.policy_version
+        if state.owner is not self._decoder:
+            raise InputError("state was captured by another engine; capture the prompt with this one.")
+        age = self.policy_version - state.stamp.policy_version
         if age > self.max_state_age:
             raise StaleStateError(
-                f"the state was captured by policy version {state.policy_version}, the policy is now "
+                f"the state was captured by policy version {state.stamp.policy_version}, the policy is now "
                 f"{self.policy_version}; capture again, or set max_state_age={age} to accept it."
             )
-        if age == 0 and state.parameter_stamp != self._parameter_stamp():
+        if age == 0 and state.stamp.parameter_writes != self._parameter_writes():
             raise StaleStateError("trained parameters were changed since the state was captured; capture again.")
         assert state.node is not None, "raises when freed"
 

@@ -2,22 +2,32 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from types import TracebackType
 
 from longstraw.errors import StaleStateError
 from longstraw.execution.capture import Captured
 from longstraw.execution.chunk import ChunkForward
+from longstraw.models.decoder import Decoder
 from longstraw.records import Prompt
 from longstraw.state.node import NodeState
+
+
+@dataclass(frozen=True)
+class Stamp:
+    """Which policy made a state."""
+
+    policy_version: int
+    parameter_writes: int  # in-place writes to trained parameters so far, by anyone
 
 
 class PromptState:
     """The typed state of one prompt. Made by `Engine.capture`; refuses use after `free` or when its policy moved on."""
 
-    def __init__(self, prompt: Prompt, captured: Captured, policy_version: int, parameter_stamp: int) -> None:
+    def __init__(self, prompt: Prompt, captured: Captured, owner: Decoder, stamp: Stamp) -> None:
         self.prompt = prompt
-        self.policy_version = policy_version
-        self.parameter_stamp = parameter_stamp
+        self.owner = owner
+        self.stamp = stamp
         self._node: NodeState | None = captured.node
         self._last_chunk = captured.last_chunk
 

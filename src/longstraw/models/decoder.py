@@ -86,14 +86,18 @@ class Decoder:
             for module, mode in training.items():
                 module.training = mode
 
-    @contextmanager
-    def adapters_off(self) -> Iterator[None]:
-        """The reference policy: the same weights without the adapter."""
+    def check_reference(self) -> None:
+        """Raise `UnsupportedError` unless the model has a reference policy: an adapter to switch off."""
         if not isinstance(self.model, PeftModel):
             raise UnsupportedError(
                 "beta > 0 needs a reference policy, which is the model with its adapter off; this model has no "
                 "adapter: set beta=0 or train a LoRA adapter."
             )
+
+    @contextmanager
+    def adapters_off(self) -> Iterator[None]:
+        """The reference policy: the same weights without the adapter."""
+        assert isinstance(self.model, PeftModel), "see check_reference"
         with self.model.disable_adapter():
             yield
 

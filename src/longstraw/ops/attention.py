@@ -19,9 +19,6 @@ from longstraw.ops.kernels import attend, attend_backward, wide_dtype
 
 # Keys taken by one kernel call in forward, where they bound the kernel's own repacked copy.
 KEYS_PER_FORWARD_CALL = 16384
-# Keys taken by one kernel call in backward are as many as the chunk has tokens, so that dK and dV of a call are never
-# larger than those of the chunk; at least this many, for short responses.
-MIN_KEYS_PER_BACKWARD_CALL = 256
 # Queries taken by one masked call of a sliding window: its mask is [QUERIES_PER_WINDOW_CALL, that + window].
 QUERIES_PER_WINDOW_CALL = 1024
 NO_KEYS = -1e30  # LSE of an empty set: finite, so that minus itself is 0
@@ -66,6 +63,8 @@ class ChunkKeys:
     earlier: Sequence[KeyRun]  # oldest first, contiguous in position up to the chunk
     start: int  # position of the chunk's first token
     scale: float
+    # Earlier keys taken by one kernel call in backward, which makes dK and dV of as many: a full chunk's, say.
+    keys_per_backward_call: int
     window: int | None = None  # a query at p sees keys in (p - window, p]
     # Cotangents that later tokens sent to the chunk's own keys and values, float32 [T, K, D]; None: no later tokens.
     d_own_key_TKD: Tensor | None = None
@@ -171,7 +170,7 @@ def _backward_full(
         return dq, dk, dv
     folded = [_fold(x, num_key_heads).contiguous() for x in (d_out, q, out)]
     folded_lse = lse.reshape(1, num_key_heads, -1)
-    for piece in _slices(keys.earlier, max(q.shape[1], MIN_KEYS_PER_BACKWARD_CALL)):
+    for piece in _slices(keys.earlier, keys.keys_per_backward_call):
         # The CPU kernel gives each thread whole heads, so an odd number of them leaves cores idle. Halves of the keys
         # as a batch of two make it even: with the global LSE their shares of the gradient are independent.
         halves = 2 if num_key_heads % 2 == 1 and len(piece) % 2 == 0 and q.device.type == "cpu" else 1

@@ -48,6 +48,7 @@ class NodeState:
         self.token_ids = token_ids
         self.parent = parent
         self.constant = constant
+        self.chunk_tokens = chunk_tokens
         self.start: int = 0 if parent is None else parent.end
         self.chunks = [
             Chunk(begin, min(begin + chunk_tokens, len(token_ids))) for begin in range(0, len(token_ids), chunk_tokens)

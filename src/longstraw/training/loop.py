@@ -53,7 +53,7 @@ def train_on_next_rows(training: Training, position: Position) -> Position:
     engine, objective = training.engine, training.objective
     rollouts: list[Rollout] = []
     reports: list[ForwardBackwardReport] = []
-    with training.meter.measure() as costs:
+    with training.meter.measure(counts_memory=training.counts_memory(position.step)) as costs:
         started = time.perf_counter()
         for row in _next_rows(training, position):
             prompt = encode_prompt(training.tokenizer, row)
@@ -83,7 +83,7 @@ def _train_again(training: Training, position: Position, rollouts: Sequence[Roll
     """One more step on the same responses. The policy has moved, so their prompts are captured anew."""
     groups = [rollout.group for rollout in rollouts]
     together = [groups] if training.advantages_need_the_whole_step else [[group] for group in groups]
-    with training.meter.measure() as costs:
+    with training.meter.measure(counts_memory=training.counts_memory(position.step)) as costs:
         started = time.perf_counter()
         reports = [training.engine.forward_backward(batch, training.objective) for batch in together]
         step_report, learning_rate = _optimizer_step(training, position)

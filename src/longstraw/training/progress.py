@@ -36,12 +36,19 @@ class StageMemory(Protocol):
 
     def end_stage(self, name: str) -> None: ...
 
+    def pause(self) -> None: ...
+
+    def resume(self) -> None: ...
+
     @property
     def peak_bytes(self) -> int: ...
 
     @property
     def stage_peak_bytes(self) -> dict[str, int]: ...
 
+
+# Sampling runs thousands of tiny operators, which counting would slow by half; the update's peak is elsewhere.
+UNCOUNTED_STAGE = "sample"
 
 MemoryTracking = Callable[[], AbstractContextManager[StageMemory]]
 
@@ -67,10 +74,11 @@ class StageMeter:
         self._started = 0.0
 
     @contextmanager
-    def measure(self) -> Iterator[StageCosts]:
+    def measure(self, *, counts_memory: bool = True) -> Iterator[StageCosts]:
         """Costs of what runs inside; complete when the block ends."""
         self._costs = StageCosts()
-        with self._track_memory() if self._track_memory is not None else nullcontext() as memory:
+        track = self._track_memory if counts_memory else None
+        with nullcontext() if track is None else track() as memory:
             self._memory = memory
             try:
                 yield self._costs
@@ -83,7 +91,10 @@ class StageMeter:
     def start(self, stage: str, total_tokens: int) -> None:
         self._stage = stage
         if self._memory is not None:
-            self._memory.begin_stage(stage)
+            if stage == UNCOUNTED_STAGE:
+                self._memory.pause()
+            else:
+                self._memory.begin_stage(stage)
         self._display.start(stage, total_tokens)
         self._started = time.perf_counter()
 
@@ -95,7 +106,10 @@ class StageMeter:
         self._costs.seconds[self._stage] = self._costs.seconds.get(self._stage, 0.0) + seconds
         self._display.finish()
         if self._memory is not None:
-            self._memory.end_stage(self._stage)
+            if self._stage == UNCOUNTED_STAGE:
+                self._memory.resume()
+            else:
+                self._memory.end_stage(self._stage)
 
 
 class _Speed(ProgressColumn):

@@ -67,6 +67,11 @@ class Training:
         """Whether no group can be replayed before all are sampled."""
         return self.config.grpo.scale_rewards == "batch" and self.config.run.prompts_per_step > 1
 
+    def counts_memory(self, step: int) -> bool:
+        """Whether live bytes are counted in the step after `step`. On a CPU that slows every operator."""
+        every = self.config.run.track_memory_steps
+        return every is not None and step % every == 0
+
     def say_once(self, text: str) -> None:
         if text not in self.said:
             self.said.add(text)

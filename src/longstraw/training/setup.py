@@ -86,7 +86,7 @@ def prepare(config: RunConfig, surroundings: Surroundings) -> tuple[Training, Po
     seed_everything(config.run.seed)
     model = load_policy(config.model, checkpoint)
     optimizer = make_optimizer(model.named_parameters(), config.optimizer)
-    tracking = _memory_tracking(model, optimizer) if config.run.track_memory else None
+    tracking = _memory_tracking(model, optimizer) if config.run.track_memory_steps is not None else None
     meter = StageMeter(surroundings.display, tracking)
     engine = Engine(
         model,
