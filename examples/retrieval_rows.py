@@ -42,9 +42,13 @@ class Tokenizer(Protocol):
 
 @dataclass(frozen=True)
 class RetrievalRow:
-    """One line of the JSONL file: `prompt` as chat messages; the other fields are columns for reward functions."""
+    """One line of the JSONL file; the fields beside `prompt` are columns for reward functions.
 
-    prompt: list[dict[str, str]]
+    `prompt` is text, the chat template already applied, and not messages: rewards of messages see the opening words as a
+    part of the answer (TRL's convention), and here the answer is what follows them.
+    """
+
+    prompt: str
     answer: str  # four digits
     colour: str
     source: str  # file of the standard library, relative to its folder
@@ -71,12 +75,12 @@ def make_rows(
         num_tokens = rng.randint(min_tokens, max_tokens)
         colour = rng.choice(HELD_OUT_COLOURS if held_out else TRAIN_COLOURS)
         code = _draw_code(rng, held_out=held_out)
-        frame = _messages([], f"# The {colour} access code is {code}.\n", colour)
+        frame = _prompt(tokenizer, [f"# The {colour} access code is {code}.\n"], colour)
         room = num_tokens - _count_tokens(tokenizer, frame)
         lines = _stretch((folder / source).read_text("ascii"), rng, tokenizer=tokenizer, room=room)
         place = rng.randint(0, len(lines))
         lines.insert(place, f"# The {colour} access code is {code}.\n")
-        prompt = _messages(lines, "", colour)
+        prompt = _prompt(tokenizer, lines, colour)
         count = _count_tokens(tokenizer, prompt)
         # Too short: the file ended. The code must be findable by the question alone.
         if min_tokens <= count <= max_tokens and "".join(lines).count(code) == 1:
@@ -129,13 +133,13 @@ def _stretch(text: str, rng: random.Random, *, tokenizer: Tokenizer, room: int) 
     return lines[first:]
 
 
-def _messages(lines: Sequence[str], extra: str, colour: str) -> list[dict[str, str]]:
-    return [
-        {"role": "user", "content": f"{''.join(lines)}{extra}\n{QUESTION.format(colour=colour)}"},
+def _prompt(tokenizer: Tokenizer, lines: Sequence[str], colour: str) -> str:
+    messages = [
+        {"role": "user", "content": f"{''.join(lines)}\n{QUESTION.format(colour=colour)}"},
         {"role": "assistant", "content": OPENING.format(colour=colour)},
     ]
+    return tokenizer.apply_chat_template(messages, tokenize=False, continue_final_message=True)
 
 
-def _count_tokens(tokenizer: Tokenizer, messages: list[dict[str, str]]) -> int:
-    text = tokenizer.apply_chat_template(messages, tokenize=False, continue_final_message=True)
+def _count_tokens(tokenizer: Tokenizer, text: str) -> int:
     return len(tokenizer.encode(text, add_special_tokens=False))

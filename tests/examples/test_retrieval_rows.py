@@ -6,7 +6,7 @@ import pytest
 
 import retrieval_rows
 from longstraw.training.data import load_rows
-from retrieval_rows import QUESTION, is_held_out, make_rows, write_rows
+from retrieval_rows import OPENING, QUESTION, is_held_out, make_rows, write_rows
 
 HIDDEN = re.compile(r"# The (\w+) access code is (\d{4})\.")
 
@@ -38,19 +38,19 @@ def rows():
 
 def test_the_asked_code_stands_in_the_text_once_with_its_colour(rows):
     for row in [*rows[False], *rows[True]]:
-        text = row.prompt[0]["content"]
+        text = row.prompt
         assert HIDDEN.findall(text) == [(row.colour, row.answer)]
         assert text.count(row.answer) == 1
-        assert row.colour in text.rpartition("\n\n")[2]
-        assert row.colour in row.prompt[1]["content"]
-        assert row.answer not in row.prompt[1]["content"]
+        question, opening = text.rpartition("\n\n")[2], text.rpartition("\n")[2]
+        assert row.colour in question and row.colour in opening
+        assert row.answer not in question and row.answer not in opening
+        assert text.endswith(OPENING.format(colour=row.colour))
 
 
 def test_every_prompt_has_a_length_within_the_limits(rows):
     lengths = []
     for row in [*rows[False], *rows[True]]:
-        text = TOKENIZER.apply_chat_template(row.prompt, tokenize=False, continue_final_message=True)
-        assert len(TOKENIZER.encode(text, add_special_tokens=False)) == row.num_prompt_tokens
+        assert len(TOKENIZER.encode(row.prompt, add_special_tokens=False)) == row.num_prompt_tokens
         lengths.append(row.num_prompt_tokens)
     assert min(lengths) >= 200
     assert max(lengths) <= 301
@@ -58,11 +58,11 @@ def test_every_prompt_has_a_length_within_the_limits(rows):
 
 
 def test_depth_says_where_the_line_is(rows):
-    num_question_lines = 2 + QUESTION.count("\n")  # and the empty line before it
     for row in rows[False]:
-        lines = row.prompt[0]["content"].splitlines()
+        before_question = row.prompt.partition(f"\n{QUESTION.format(colour=row.colour)}")[0]
+        lines = before_question.removeprefix("<user> ").splitlines()
         (place,) = (index for index, line in enumerate(lines) if HIDDEN.fullmatch(line))
-        assert row.depth == place / (len(lines) - num_question_lines - 1)
+        assert row.depth == place / (len(lines) - 1)
     assert max(row.depth for row in rows[False]) > 0.6
     assert min(row.depth for row in rows[False]) < 0.4
 
@@ -105,5 +105,5 @@ def test_written_rows_are_rows_the_trainer_reads(rows, tmp_path):
     write_rows(path, rows[False])
     read = load_rows(str(path), split="train")
     assert [row.columns["answer"] for row in read] == [row.answer for row in rows[False]]
-    assert [list(row.prompt) for row in read] == [row.prompt for row in rows[False]]
+    assert [row.prompt for row in read] == [row.prompt for row in rows[False]]
     assert [file.name for file in path.parent.iterdir()] == ["train.jsonl"]
