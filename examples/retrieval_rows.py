@@ -44,8 +44,8 @@ class Tokenizer(Protocol):
 class RetrievalRow:
     """One line of the JSONL file; the fields beside `prompt` are columns for reward functions.
 
-    `prompt` is text, the chat template already applied, and not messages: rewards of messages see the opening words as a
-    part of the answer (TRL's convention), and here the answer is what follows them.
+    `prompt` is text, the chat template already applied, and not messages: rewards of messages see the opening words as
+    a part of the answer (TRL's convention), and here the answer is what follows them.
     """
 
     prompt: str
