@@ -18,9 +18,9 @@ SOURCES := src tests examples benchmarks
 demo: $(VENV)/installed-demo
 	$(BIN)/python examples/demo.py
 
-# One thread: the tests' tensors are too small to share.
+# A process a core and one thread each: the tests' tensors are too small to share.
 test: $(VENV)/installed-test
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "not gpu" -n auto
 
 test-gpu: $(VENV)/installed-test
 	$(BIN)/python -m pytest -m gpu

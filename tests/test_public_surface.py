@@ -14,6 +14,7 @@ PUBLIC_NAMES = {
     "LongStrawError",
     "LoraSettings",
     "Prompt",
+    "PromptState",
     "Response",
     "ResponseGroup",
     "SamplingSettings",
@@ -33,7 +34,7 @@ def test_public_surface_is_pinned():
 
 @pytest.mark.parametrize("name", sorted(PUBLIC_NAMES))
 def test_public_name_has_its_own_docstring(name):
-    documentation = vars(longstraw)[name].__doc__
+    documentation = getattr(longstraw, name).__doc__
     # A dataclass without a docstring is given its own signature as one.
     assert documentation
     assert not documentation.startswith(f"{name}(")
@@ -41,7 +42,7 @@ def test_public_name_has_its_own_docstring(name):
 
 @pytest.mark.parametrize("name", sorted(PUBLIC_NAMES))
 def test_public_methods_are_documented(name):
-    public = vars(longstraw)[name]
+    public = getattr(longstraw, name)
     if not inspect.isclass(public):
         return
     methods = {key: value for key, value in vars(public).items() if inspect.isfunction(value) and key[0] != "_"}
@@ -52,4 +53,4 @@ def test_user_mistakes_can_be_caught_as_value_errors():
     assert issubclass(longstraw.InputError, ValueError)
     assert issubclass(longstraw.UnsupportedError, ValueError)
     for name in ("InputError", "UnsupportedError", "StaleStateError"):
-        assert issubclass(vars(longstraw)[name], longstraw.LongStrawError)
+        assert issubclass(getattr(longstraw, name), longstraw.LongStrawError)

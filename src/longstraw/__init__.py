@@ -1,20 +1,47 @@
-"""LongStraw: GRPO on very long prompts on a fixed number of GPUs, with the exact gradient. The public names."""
+"""LongStraw: GRPO on very long prompts on a fixed number of GPUs, with the exact gradient. The public names.
 
-from longstraw.errors import InputError, LongStrawError, StaleStateError, UnsupportedError
-from longstraw.execution.engine import Engine
-from longstraw.execution.state import PromptState
-from longstraw.grpo.losses import GRPO
-from longstraw.models.loading import LoraSettings, load_model
-from longstraw.records import (
-    ForwardBackwardReport,
-    Prompt,
-    Response,
-    ResponseGroup,
-    SamplingSettings,
-    Span,
-    StepReport,
-    Trajectory,
-)
+They are loaded when first used, so that the command line can refuse a wrong configuration without importing torch.
+"""
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from longstraw.errors import InputError, LongStrawError, StaleStateError, UnsupportedError
+    from longstraw.execution.engine import Engine
+    from longstraw.execution.state import PromptState
+    from longstraw.grpo.losses import GRPO
+    from longstraw.models.loading import LoraSettings, load_model
+    from longstraw.records import (
+        ForwardBackwardReport,
+        Prompt,
+        Response,
+        ResponseGroup,
+        SamplingSettings,
+        Span,
+        StepReport,
+        Trajectory,
+    )
+
+_HOMES = {
+    "GRPO": "grpo.losses",
+    "Engine": "execution.engine",
+    "ForwardBackwardReport": "records",
+    "InputError": "errors",
+    "LongStrawError": "errors",
+    "LoraSettings": "models.loading",
+    "Prompt": "records",
+    "PromptState": "execution.state",
+    "Response": "records",
+    "ResponseGroup": "records",
+    "SamplingSettings": "records",
+    "Span": "records",
+    "StaleStateError": "errors",
+    "StepReport": "records",
+    "Trajectory": "records",
+    "UnsupportedError": "errors",
+    "load_model": "models.loading",
+}
 
 __all__ = [
     "GRPO",
@@ -36,3 +63,15 @@ __all__ = [
     "load_model",
 ]
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'longstraw' has no attribute {name!r}")
+    value: object = vars(importlib.import_module(f"longstraw.{_HOMES[name]}"))[name]
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

@@ -60,15 +60,21 @@ def test_both_graph_scopes_give_one_gradient(name):
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_5_text"])
 def test_bfloat16_error_is_no_worse_than_that_of_the_full_sequence(name):
-    exact = full_gradients(tiny_model(name), PROMPT, RESPONSES, weighted)
-    full = full_gradients(tiny_model(name, dtype=torch.bfloat16), PROMPT, RESPONSES, weighted)
-    model = tiny_model(name, dtype=torch.bfloat16)
-    Engine(model, chunk_tokens=16).forward_backward([group()], weighted)
+    """Both round, differently: on one model either may be 15 % ahead, so means over four models are compared."""
+    engine_errors, full_errors = [], []
+    for seed in range(4):
+        exact = full_gradients(tiny_model(name, seed=seed), PROMPT, RESPONSES, weighted)
+        norm = sum(float(gradient.square().sum()) for gradient in exact.values()) ** 0.5
 
-    def total_error(got):
-        return sum(float((got[n].float() - exact[n]).square().sum()) for n in exact) ** 0.5
+        def error(got, exact=exact, norm=norm):
+            return sum(float((got[n].float() - exact[n]).square().sum()) for n in exact) ** 0.5 / norm
 
-    assert total_error(gradients(model)) <= 1.1 * total_error(full)
+        half = tiny_model(name, seed=seed, dtype=torch.bfloat16)
+        full_errors.append(error(full_gradients(half, PROMPT, RESPONSES, weighted)))
+        model = tiny_model(name, seed=seed, dtype=torch.bfloat16)
+        Engine(model, chunk_tokens=16).forward_backward([group()], weighted)
+        engine_errors.append(error(gradients(model)))
+    assert sum(engine_errors) <= 1.05 * sum(full_errors)
 
 
 def test_fused_experts_train_through_target_parameters():

@@ -142,6 +142,7 @@ def test_a_run_leaves_its_folder(make):
     metrics = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
     for stage in ("capture", "sample", "replay", "prompt_replay"):
         assert metrics[f"time/{stage}_seconds"] > 0
+    for stage in ("capture", "replay", "prompt_replay"):
         assert 0 < metrics[f"memory/{stage}_peak_bytes"] <= metrics["memory/peak_bytes"]
     assert metrics["rewards/odd_letters/mean"] > 0
     evaluations = [json.loads(line) for line in (folder / "evaluations.jsonl").read_text().splitlines()]

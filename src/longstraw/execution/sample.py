@@ -17,7 +17,7 @@ from torch import Tensor
 from longstraw.execution.progress import Stopwatch
 from longstraw.models.decoder import Decoder
 from longstraw.models.delta_net import RecurrentCache
-from longstraw.ops.attention import KeyRun, attend_shared, merge_partials
+from longstraw.ops.attention import KeyRun, add_sinks, attend_shared, merge_partials
 from longstraw.ops.kernels import attend, wide_dtype
 from longstraw.records import Response, SamplingSettings
 from longstraw.state.node import NodeState
@@ -51,8 +51,7 @@ class DecodeSeam:
             part_lse.reshape(num_responses, num_heads).transpose(0, 1),
         )
         if sinks_H is not None:
-            total = torch.logaddexp(lse, sinks_H[:, None].to(lse.dtype))
-            out = out * (lse - total).exp()[..., None]
+            out, _ = add_sinks(out, lse, sinks_H)
         return out.transpose(0, 1)[:, :, None].to(q_BHTD.dtype)
 
     def _append(self, k_GKD: Tensor, v_GKD: Tensor) -> None:

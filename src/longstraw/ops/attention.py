@@ -95,7 +95,7 @@ class ChunkAttention(torch.autograd.Function):
             run = _forward_window if keys.cuts_off_keys(q.shape[1]) else _forward_full
             out, lse = run(q, k, v, keys)
             if sinks is not None:
-                out, lse = _add_sinks(out, lse, sinks)
+                out, lse = add_sinks(out, lse, sinks)
             out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, sinks, out, lse)  # type: ignore[arg-type]
         # Without `known`: its output is this node's output, and a node that holds its output is never freed.
@@ -327,6 +327,7 @@ def chunk_attention_naive(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None,
     return scores.softmax(-1) @ all_v.repeat_interleave(group, 0)
 
 
-def _add_sinks(out_HTD: Tensor, lse_HT: Tensor, sinks_H: Tensor) -> tuple[Tensor, Tensor]:
+def add_sinks(out_HTD: Tensor, lse_HT: Tensor, sinks_H: Tensor) -> tuple[Tensor, Tensor]:
+    """Let an extra logit per head take its weight from the output; it gives nothing back (gpt_oss)."""
     total_HT = torch.logaddexp(lse_HT, sinks_H[:, None].to(lse_HT.dtype))
     return out_HTD * (lse_HT - total_HT).exp()[..., None], total_HT
