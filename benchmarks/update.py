@@ -209,6 +209,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> tuple[Settings, t
     parser.add_argument("--repeat-below", type=float, default=30.0, help="seconds that make a cell short")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--hidden", type=int, default=256)
+    parser.add_argument("--kv-heads", type=int, default=1, help="key/value heads for 4 query heads (GQA 4:1)")
     parser.add_argument("--vocab", type=int, default=4096)
     parser.add_argument("--threads", type=int, default=None, help="CPU threads; default: torch's own choice")
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
@@ -230,6 +231,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> tuple[Settings, t
             num_layers=options.layers,
             hidden_size=options.hidden,
             intermediate_size=3 * options.hidden,
+            num_kv_heads=options.kv_heads,
             vocab_size=options.vocab,
         ),
         name=options.name,
