@@ -113,6 +113,19 @@ def test_layers_below_the_first_adapter_need_no_replay():
         assert worst_error(gradients(trained), want)[0] <= 5e-5
 
 
+@pytest.mark.parametrize("scope", ["layer", "chunk"])
+def test_a_trained_head_alone_needs_no_replay_of_layers(scope):
+    def model():
+        whole = tiny_model("llama", adapter=False).requires_grad_(False)
+        whole.lm_head.requires_grad_(True)
+        return whole
+
+    want = full_gradients(model(), PROMPT, RESPONSES, weighted)
+    trained = model()
+    Engine(trained, chunk_tokens=64, graph_scope=scope).forward_backward([group()], weighted)
+    assert worst_error(gradients(trained), want)[0] <= 5e-5
+
+
 @pytest.mark.parametrize(
     ("name", "settings", "words"),
     [

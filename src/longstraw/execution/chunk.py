@@ -151,6 +151,8 @@ class ChunkGraph:
 
     def pull(self, d_hidden_BTE: Tensor, d_ends: list[Boundary]) -> list[Boundary]:
         """As `pull_chunk_by_layer`, through the kept graph."""
+        if not self._hidden.requires_grad:  # only the head is trained
+            return [Boundary()] * len(self._begins)
         outs, grads = [self._hidden], [d_hidden_BTE]
         for seam, d_end in zip(self._seams, d_ends, strict=True):
             _add_end_cotangents(outs, grads, seam, d_end)
