@@ -24,6 +24,8 @@ PUBLIC_NAMES = {
     "Trajectory",
     "UnsupportedError",
     "load_model",
+    "preset_config",
+    "tiny_model",
 }
 
 

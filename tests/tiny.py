@@ -3,70 +3,22 @@
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.qwen3_5 import modeling_qwen3_5
 from transformers.models.qwen3_5_moe import modeling_qwen3_5_moe
 from transformers.models.qwen3_next import modeling_qwen3_next
 
+from longstraw.models.adapters import LoraSettings, with_adapter
+from longstraw.models.families import FAMILIES
+from longstraw.models.tiny import random_model, tiny_config
 from longstraw.ops.delta_rule import gated_delta_rule_naive
 
-BASE = dict(
-    vocab_size=99,
-    hidden_size=32,
-    intermediate_size=64,
-    num_hidden_layers=4,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=16,
-    pad_token_id=0,
-    bos_token_id=1,
-    eos_token_id=2,
-    max_position_embeddings=512,
-)
-DELTA = dict(
-    linear_key_head_dim=16,
-    linear_value_head_dim=16,
-    linear_num_key_heads=2,
-    linear_num_value_heads=4,
-    rope_parameters=dict(rope_type="default", rope_theta=1e6, partial_rotary_factor=0.5, mrope_section=[2, 1, 1]),
-)
-EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, shared_expert_intermediate_size=32)
-WINDOWED = dict(layer_types=["sliding_attention", "full_attention"] * 2, sliding_window=12)
-SETTINGS: dict[str, dict] = {
-    "mistral": dict(sliding_window=12),
-    "mixtral": dict(sliding_window=12, num_local_experts=4),
-    "phi3": dict(sliding_window=12),
-    "starcoder2": dict(sliding_window=12),
-    "qwen2": dict(use_sliding_window=True, **WINDOWED),
-    "qwen3": dict(use_sliding_window=True, **WINDOWED),
-    "qwen3_moe": dict(decoder_sparse_step=1, **EXPERTS),
-    "qwen2_moe": dict(decoder_sparse_step=1, use_sliding_window=True, **WINDOWED, **EXPERTS),
-    "smollm3": dict(use_sliding_window=True, **WINDOWED),
-    "ministral": WINDOWED,
-    "exaone4": WINDOWED,
-    "gpt_oss": dict(num_local_experts=4, num_experts_per_tok=2, **WINDOWED),
-    "seed_oss": dict(attention_dropout=0.0, residual_dropout=0.0),
-    "helium": dict(head_dim=8),
-    "granite": dict(embedding_multiplier=1.7, logits_scaling=1.3, residual_multiplier=0.8, attention_multiplier=0.3),
-    "cohere": dict(logit_scale=0.6),
-    "cohere2": dict(logit_scale=0.6, **WINDOWED),
-    "olmo3": WINDOWED,
-    "gemma3_text": dict(query_pre_attn_scalar=16, final_logit_softcapping=20.0, **WINDOWED),
-    "qwen3_next": dict(decoder_sparse_step=1, **DELTA, **EXPERTS),
-    "qwen3_5_text": DELTA,
-    "qwen3_5_moe_text": dict(**DELTA, **EXPERTS),
-}
-
-
-# Weights of std 0.02 would give flat logits and hide faults. The hybrid models amplify float32 rounding: at 0.3,
-# scaling every parameter by 1 +- 1e-7 moves the stock model's own gradients by up to 2e-3, at 0.2 by up to 5e-4.
-WEIGHT_STD = {"qwen3_next": 0.2, "qwen3_5_text": 0.2, "qwen3_5_moe_text": 0.2}
 STOCK_RULES = {
     module: module.torch_chunk_gated_delta_rule
     for module in (modeling_qwen3_5, modeling_qwen3_5_moe, modeling_qwen3_next)
@@ -76,16 +28,25 @@ STOCK_RULES = {
 def tiny_model(
     model_type: str, *, dtype: torch.dtype = torch.float32, adapter: bool = True, seed: int = 0, **settings: object
 ) -> nn.Module:
-    """A random model with large weights, LoRA B not zero; eager attention."""
+    """`longstraw.tiny_model` of any model type, supported or not, with an adapter whose B is not zero."""
     torch.manual_seed(seed)
-    config = AutoConfig.for_model(model_type, **{**BASE, **SETTINGS.get(model_type, {}), **settings})
-    model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager")
-    for parameter in model.parameters():
-        if parameter.dim() > 1:
-            nn.init.normal_(parameter, std=WEIGHT_STD.get(model_type, 0.3))
+    model = random_model(tiny_config(model_type, **settings), dtype)
     if adapter:
-        model = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False))
+        is_latent = model_type in FAMILIES and FAMILIES[model_type].latent
+        lora = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+        model = adapted_with_experts(model) if is_latent else get_peft_model(model, lora)
     return model.eval()
+
+
+def adapted_with_experts(model: nn.Module) -> nn.Module:
+    """On every linear layer that gets a gradient and on the fused experts."""
+    fused = ["experts.gate_up_proj", "experts.down_proj"]
+    has_experts = any(name.endswith(fused[0]) for name, _ in model.named_parameters())
+    model = with_adapter(model, LoraSettings(r=4, target_parameters=fused if has_experts else []))
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.uniform_(parameter, -0.5, 0.5)
+    return model
 
 
 def random_ids(num_tokens: int, seed: int) -> Tensor:
@@ -156,20 +117,33 @@ class StoppedOracle:
     """The stock model with everything that passes from prompt to response positions detached.
 
     Within the context the model's attention detaches the keys and values of the first `num_prompt_tokens` positions,
-    its DeltaNet layers detach their convolution's and recurrence's inputs there, and the prompt's last hidden state
-    is detached.
+    its DeltaNet layers detach their convolution's and recurrence's inputs there, its latent attention detaches what it
+    keeps of them (not the keys and values that it makes of that), and the prompt's last hidden state is detached.
     """
 
     def __init__(self, model: nn.Module, num_prompt_tokens: int) -> None:
         base = model.get_base_model() if hasattr(model, "get_base_model") else model
         self.config, self.norm, self.cut = base.config, base.model.norm, num_prompt_tokens
+        self.layers = base.model.layers
         self.module = sys.modules[type(base).__module__]
+
+    def _expand_detached(self, attention: nn.Module, latent: Tensor, k_rot: Tensor) -> tuple[Tensor, Tensor]:
+        return type(attention).expand_kv(attention, self._detached(latent, 2), self._detached(k_rot, 2))
 
     def _detached(self, x: Tensor, dim: int) -> Tensor:
         size = x.shape[dim]
         return torch.cat([x.narrow(dim, 0, self.cut).detach(), x.narrow(dim, self.cut, size - self.cut)], dim)
 
     def __enter__(self) -> None:
+        self.latent = [
+            layer.self_attn for layer in self.layers if hasattr(getattr(layer, "self_attn", None), "expand_kv")
+        ]
+        for attention in self.latent:
+            attention.expand_kv = partial(self._expand_detached, attention)
+        if self.latent:  # whose attention function stays the eager one: it is known by name in the stock forward
+            self.handle = self.norm.register_forward_pre_hook(lambda _, args: (self._detached(args[0], 1),))
+            self.stock = {}
+            return
         eager = self.module.eager_attention_forward
         ALL_ATTENTION_FUNCTIONS.register(
             "stopped_oracle",
@@ -196,5 +170,7 @@ class StoppedOracle:
     def __exit__(self, *_: object) -> None:
         self.config._attn_implementation = "eager"
         self.handle.remove()
+        for attention in self.latent:
+            del attention.expand_kv
         for name, function in self.stock.items():
             setattr(self.module, name, function)

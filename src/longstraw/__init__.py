@@ -11,7 +11,10 @@ if TYPE_CHECKING:
     from longstraw.execution.engine import Engine
     from longstraw.execution.state import PromptState
     from longstraw.grpo.losses import GRPO
-    from longstraw.models.loading import LoraSettings, load_model
+    from longstraw.models.adapters import LoraSettings
+    from longstraw.models.loading import load_model
+    from longstraw.models.presets import preset_config
+    from longstraw.models.tiny import tiny_model
     from longstraw.records import (
         ForwardBackwardReport,
         Prompt,
@@ -29,7 +32,7 @@ _HOMES = {
     "ForwardBackwardReport": "records",
     "InputError": "errors",
     "LongStrawError": "errors",
-    "LoraSettings": "models.loading",
+    "LoraSettings": "models.adapters",
     "Prompt": "records",
     "PromptState": "execution.state",
     "Response": "records",
@@ -41,6 +44,8 @@ _HOMES = {
     "Trajectory": "records",
     "UnsupportedError": "errors",
     "load_model": "models.loading",
+    "preset_config": "models.presets",
+    "tiny_model": "models.tiny",
 }
 
 __all__ = [
@@ -61,6 +66,8 @@ __all__ = [
     "Trajectory",
     "UnsupportedError",
     "load_model",
+    "preset_config",
+    "tiny_model",
 ]
 __version__ = "0.1.0"
 

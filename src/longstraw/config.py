@@ -64,6 +64,10 @@ class EngineConfig(Section):
     """`exact` pulls cotangents back through the prompt; `stopped` holds its state constant: cheaper and biased."""
     graph_scope: Literal["layer", "chunk"] = "layer"
     """Graph that is alive at once: one layer of a chunk, or the whole chunk (one forward fewer, more memory)."""
+    residency: Literal["device", "host"] = "device"
+    """Where a prompt's state lives; `host` takes host memory for it instead of the device's: longer prompts, slower."""
+    staging_bytes: Count = 2**30
+    """Bytes of device memory through which state is fetched with `residency: host`; not used otherwise."""
 
 
 class DataConfig(Section):

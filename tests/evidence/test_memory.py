@@ -7,6 +7,9 @@ from torch.utils.checkpoint import checkpoint
 
 from longstraw.errors import InputError
 from longstraw.evidence.memory import MemoryTracker, StageProgress
+from longstraw.execution.engine import Engine
+from longstraw.records import Prompt
+from tiny import random_ids, tiny_model
 
 F32 = 4
 
@@ -288,3 +291,18 @@ def test_what_is_made_during_a_pause_is_not_counted_and_what_dies_in_it_is():
         seen = torch.zeros(10)
         assert tracker.live_bytes == (kept.numel() + seen.numel()) * 4
     assert tracker.peak_bytes == 600 and unseen.numel() == 1000
+
+
+def test_bytes_in_host_memory_and_on_the_device_add_up_to_those_of_a_resident_state():
+    model = tiny_model("qwen3_5_text")
+    live = {}
+    for residency in ("device", "host"):
+        engine = Engine(model, chunk_tokens=16, residency=residency)
+        with MemoryTracker() as tracker, engine.capture(Prompt(random_ids(50, 1))):
+            if residency == "host":
+                engine._residency.stage.rest()
+                assert engine._residency.memory.num_bytes > 0
+                live["in host memory"] = engine._residency.memory.num_bytes
+            gc.collect()
+            live[residency] = tracker.live_bytes
+    assert live["device"] == live["host"] + live["in host memory"]

@@ -9,7 +9,17 @@ from longstraw.grpo.losses import GRPO
 from longstraw.records import Prompt, ResponseGroup, SamplingSettings
 from tiny import full_logprobs, random_ids, tiny_model
 
-NAMES = ["llama", "qwen3", "gpt_oss", "gemma3_text", "qwen3_5_text", "qwen3_next"]
+NAMES = [
+    "llama",
+    "qwen3",
+    "gpt_oss",
+    "gemma3_text",
+    "qwen3_5_text",
+    "qwen3_next",
+    "deepseek_v3",
+    "deepseek_v32",
+    "glm_moe_dsa",
+]
 
 
 @pytest.mark.parametrize("name", NAMES)

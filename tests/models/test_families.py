@@ -12,6 +12,7 @@ from tiny import StoppedOracle, full_gradients, gradients, random_ids, tiny_mode
 PROMPT = random_ids(45, seed=1)
 RESPONSES = [random_ids(length, seed=length) for length in (40, 1, 7, 17)]
 WEIGHTS = [torch.randn(len(ids), generator=torch.Generator().manual_seed(len(ids))) for ids in RESPONSES]
+LATENT = [name for name, family in FAMILIES.items() if family.latent]
 # float32 against float32; the hybrid oracle's recurrence is float64, see tiny.py for what remains above 1e-5.
 TOLERANCE = {name: 5e-4 if family.hybrid else 5e-5 for name, family in FAMILIES.items()}
 
@@ -35,7 +36,7 @@ def test_exact_gradient_equals_full_sequence_autograd(name, adapter):
 
 
 @pytest.mark.parametrize("adapter", [True, False], ids=["lora", "full"])
-@pytest.mark.parametrize("name", ["llama", "qwen3", "gpt_oss", "gemma3_text", "qwen3_5_text", "qwen3_next"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gpt_oss", "gemma3_text", "qwen3_5_text", "qwen3_next", *LATENT])
 def test_stopped_gradient_equals_the_oracle_with_a_detached_prompt(name, adapter):
     oracle = tiny_model(name, adapter=adapter)
     with StoppedOracle(oracle, len(PROMPT)):
@@ -48,7 +49,7 @@ def test_stopped_gradient_equals_the_oracle_with_a_detached_prompt(name, adapter
     assert worst_error(want, full)[0] > 0.05, "the bias of the stopped gradient is what this test must be able to see"
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "gpt_oss", "qwen3_5_text", "qwen3_next"])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gpt_oss", "qwen3_5_text", "qwen3_next", *LATENT])
 def test_both_graph_scopes_give_one_gradient(name):
     got = {}
     for scope in ("layer", "chunk"):
@@ -58,7 +59,7 @@ def test_both_graph_scopes_give_one_gradient(name):
     assert worst_error(got["layer"], got["chunk"])[0] <= 1e-5
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3_5_text"])
+@pytest.mark.parametrize("name", ["llama", "qwen3_5_text", "deepseek_v3"])
 def test_bfloat16_error_is_no_worse_than_that_of_the_full_sequence(name):
     """Both round, differently: on one model either may be 15 % ahead, so means over four models are compared."""
     engine_errors, full_errors = [], []

@@ -12,10 +12,14 @@ from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedToke
 
 from longstraw.errors import InputError
 from longstraw.models import loading
-from longstraw.models.loading import LoraSettings, load_model, load_tokenizer
+from longstraw.models.adapters import LoraSettings
+from longstraw.models.loading import load_model, load_tokenizer
 from tiny import tiny_model
 
 WIDE = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 32}  # 4-bit blocks need 64
+WIDE_LATENT = dict(
+    hidden_size=64, intermediate_size=128, q_lora_rank=64, kv_lora_rank=64, moe_intermediate_size=64, index_head_dim=64
+)
 LINEAR_NAMES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
@@ -93,27 +97,27 @@ def test_with_adapter_only_it_trains_in_float32_and_every_linear_layer_has_one(f
     assert {value.dtype for name, value in model.named_parameters() if name not in adapted} == {torch.bfloat16}
 
 
-def test_alpha_left_out_is_twice_the_rank(folder):
-    scales = [
-        load_model(str(folder), adapter=settings).base_model.model.model.layers[0].mlp.up_proj.scaling["default"]
-        for settings in (LoraSettings(r=4), LoraSettings(r=4, alpha=6.0))
-    ]
-    assert scales == [2.0, 1.5]
+@pytest.mark.parametrize("quantization", [None, "nf4"])
+@pytest.mark.parametrize("name", ["deepseek_v32", "glm_moe_dsa"])
+def test_indexers_stay_as_they_are_and_that_is_said_once(tmp_path, name, quantization):
+    tiny_model(name, adapter=False, num_hidden_layers=2, **WIDE_LATENT).save_pretrained(tmp_path)
+    with pytest.warns(UserWarning, match="all-linear leaves out the .* linear layers of the indexers") as caught:
+        model = load_model(str(tmp_path), adapter=LoraSettings(r=2), quantization=quantization)
+    assert [(warning.category, warning.filename) for warning in caught] == [(UserWarning, __file__)]
+    assert "kv_b_proj" in "".join(trainable(model))
+    assert not any(".indexer." in name for name in trainable(model))
+    indexer = model.base_model.model.model.layers[0].self_attn.indexer
+    assert type(indexer.weights_proj) is nn.Linear, "16 wide, kept out of 4 bits"
+    model(torch.arange(3, 43)[None]).logits.float().square().sum().backward()
+    assert all(value.grad is not None for value in trainable(model).values())
 
 
-@pytest.mark.parametrize("targets", [["q_proj", "mlp.up_proj"], r".*\.(q|up)_proj"])
-def test_adapter_goes_where_names_or_a_pattern_say(folder, targets):
-    adapted = trainable(load_model(str(folder), adapter=LoraSettings(target_modules=targets)))
-    assert {name.split(".")[-4] for name in adapted} == {"q_proj", "up_proj"}
-    assert len(adapted) == 2 * 2 * 2
-
-
-def test_fused_experts_get_an_adapter_by_parameter_name(tmp_path):
-    tiny_model("qwen3_moe", adapter=False, num_hidden_layers=1).save_pretrained(tmp_path)
-    settings = LoraSettings(r=2, target_modules=(), target_parameters=["experts.gate_up_proj"])
-    adapted = trainable(load_model(str(tmp_path), dtype="float32", adapter=settings))
-    assert adapted
-    assert all(".experts." in name for name in adapted)
+@pytest.mark.parametrize("targets", [["wk", "wq_b"], r".*\.indexer\..*"])
+def test_adapter_on_indexers_alone_is_refused_before_weights_are_read(tmp_path, monkeypatch, targets):
+    tiny_model("deepseek_v32", adapter=False, num_hidden_layers=1).save_pretrained(tmp_path)
+    monkeypatch.setattr(loading, "_read_weights", lambda *_, **__: pytest.fail("weights were read"))
+    with pytest.raises(InputError, match="parts of indexers only"):
+        load_model(str(tmp_path), adapter=LoraSettings(target_modules=targets))
 
 
 def test_nf4_keeps_frozen_weights_in_4_bits_and_the_adapter_gets_gradients(folder):
@@ -198,19 +202,6 @@ def test_wish_that_cannot_work_is_refused_before_weights_are_read(folder, monkey
         monkeypatch.setattr(loading, "_read_weights", lambda *_, **__: pytest.fail("weights were read"))
     with pytest.raises(InputError, match=sentence):
         load_model(str(folder), **settings)
-
-
-@pytest.mark.parametrize(
-    "settings", [{"r": 0}, {"alpha": 0.0}, {"target_modules": ()}, {"target_modules": ""}, {"r": -3}]
-)
-def test_adapter_that_would_train_nothing_is_refused_when_it_is_described(settings):
-    with pytest.raises(InputError, match="would train nothing"):
-        LoraSettings(**settings)
-
-
-def test_single_name_that_fits_nothing_is_warned_of_with_the_nearest(folder):
-    with pytest.warns(UserWarning, match="called vproj; did you mean v_proj"):
-        load_model(str(folder), adapter=LoraSettings(target_modules=["q_proj", "vproj"]))
 
 
 def test_nf4_is_refused_without_bitsandbytes_and_for_narrow_layers(folder, tmp_path, monkeypatch):

@@ -6,11 +6,15 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from longstraw.execution.engine import Engine
+from longstraw.models.families import FAMILIES
 from longstraw.records import Prompt, Response, ResponseGroup, SamplingSettings
-from tiny import full_gradients, gradients, random_ids, tiny_model, worst_error
+from tiny import adapted_with_experts, full_gradients, gradients, random_ids, tiny_model, worst_error
 
 pytest.importorskip("bitsandbytes")
 
+LATENT = [name for name, family in FAMILIES.items() if family.latent]
+# 4-bit layers need 64 numbers a side.
+WIDE_LATENT = dict(q_lora_rank=64, kv_lora_rank=64, index_head_dim=64, moe_intermediate_size=64)
 PROMPT, RESPONSES = random_ids(45, 1), [random_ids(length, length) for length in (20, 1, 7)]
 
 
@@ -20,6 +24,8 @@ def quantized(folder):
         folder, dtype=torch.float32, attn_implementation="eager", quantization_config=settings
     )
     torch.manual_seed(5)
+    if model.config.model_type in LATENT:
+        return adapted_with_experts(model)
     return get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False))
 
 
@@ -27,9 +33,12 @@ def mean_nll(logprobs):
     return -sum(part.mean() for part in logprobs)
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3_5_text"])
+@pytest.mark.parametrize("name", ["llama", "qwen3_5_text", *LATENT])
 def test_exact_gradient_on_nf4_weights_equals_full_sequence_autograd(name, tmp_path):
-    tiny_model(name, adapter=False, hidden_size=64, head_dim=32).save_pretrained(tmp_path)
+    widths = WIDE_LATENT if name in LATENT else dict(head_dim=32)
+    if name == "deepseek_v3":
+        widths = {key: value for key, value in widths.items() if key != "index_head_dim"}
+    tiny_model(name, adapter=False, hidden_size=64, **widths).save_pretrained(tmp_path)
     want = full_gradients(quantized(tmp_path).train(), PROMPT, RESPONSES, mean_nll)
     model = quantized(tmp_path).eval()
     engine, prompt = Engine(model, chunk_tokens=16), Prompt(PROMPT)

@@ -5,7 +5,8 @@ returned it until it dies, whoever held it last: a Python name, a view, an autog
 program only, so it is exact and repeatable. On CUDA the allocator's own statistics are read instead.
 
 Not counted on a CPU: what an operator allocates inside itself and frees before it returns, and operators run by
-other threads. CUDA's numbers include both, and are rounded up to the allocator's block sizes.
+other threads. CUDA's numbers include both, and are rounded up to the allocator's block sizes. Host memory that holds
+state for the device (`state/residency.py`) is made by no operator, so it is no part of the device's count on either.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ from longstraw.execution.head import score_tokens
 from longstraw.execution.progress import Stopwatch
 from longstraw.models.decoder import Decoder
 from longstraw.state.node import Chunk, NodeState
+from longstraw.state.residency import ON_DEVICE, Residency
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,11 +27,12 @@ class Captured:
 
 @dataclass(frozen=True)
 class Runner:
-    """What every stage runs with: the decoder, the chunk size, and who is told of progress."""
+    """What every stage runs with: decoder, chunk size, where prompts' state lives, and who is told of progress."""
 
     decoder: Decoder
     chunk_tokens: int
     graph_scope: str
+    residency: Residency
     watch: Stopwatch
 
     def new_node(self, token_ids: Tensor, parent: NodeState | None, *, constant: bool) -> NodeState:
@@ -39,9 +41,9 @@ class Runner:
             token_ids.to(decoder.device),
             parent,
             chunk_tokens=self.chunk_tokens,
-            windows=decoder.windows,
-            recurrent=[decoder.recurrent(layer) for layer in range(decoder.num_layers)],
+            kinds=decoder.kinds,
             constant=constant,
+            residency=self.residency if parent is None else ON_DEVICE,
         )
 
 
@@ -62,6 +64,8 @@ def capture_node(
     for chunk in node.chunks:
         keeps_inputs = keeps_last_chunk and chunk is node.chunks[-1]
         forward = forward_chunk(run.decoder, node, chunk, writes=True, keeps_inputs=keeps_inputs)
+        if chunk is node.chunks[0]:
+            node.check_staging()
         if temperature is not None:
             assert last_hidden is not None, "the first token of a scored node is predicted by its parent"
             predicting = predicting_hidden(last_hidden, forward.hidden_BTE)

@@ -4,7 +4,7 @@ This is the heart of replay (whole-layer checkpointing): a forward keeps each la
 output; the pull recomputes one layer at a time with autograd. Cotangents of earlier state are added where that state
 lives.
 
-Shape suffixes: B batch (1), T tokens of the chunk, E hidden size, H query heads, K key heads, D head width.
+Shape suffixes: B batch (1), T tokens of the chunk, E hidden size, S selected positions.
 """
 
 from __future__ import annotations
@@ -14,42 +14,26 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from longstraw.execution.seams import ExtentSeam, LatentExtentSeam
 from longstraw.models.decoder import Decoder
 from longstraw.models.delta_net import RecurrentCache
-from longstraw.ops.attention import AttentionOutput, ChunkAttention, ChunkKeys
+from longstraw.ops.attention import AttentionOutput
+from longstraw.state.kinds import KeyValueKind, LatentKind, RecurrentKind
 from longstraw.state.node import Chunk, NodeState
 from longstraw.state.recurrent import Boundary
 
+Seam = ExtentSeam | LatentExtentSeam | RecurrentCache
 
-@dataclass
-class ExtentSeam:
-    """Attention of one chunk in one layer over the extents of its path."""
 
-    node: NodeState
-    layer: int
-    chunk: Chunk
-    window: int | None
-    writes: bool = False  # keep the chunk's keys and values as state
-    known: AttentionOutput | None = None  # given: not computed again; else set by `attend`
+@dataclass(frozen=True, eq=False)
+class Known:
+    """What one forward of a layer found out, so that nobody computes it again."""
 
-    def attend(self, q_BHTD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, scale: float, sinks_H: Tensor | None) -> Tensor:
-        state = self.node.key_value(self.layer)
-        d_own_key, d_own_value = state.own_cotangents(self.chunk.begin, self.chunk.end)
-        keys = ChunkKeys(
-            earlier=self.node.runs_before(self.layer, self.chunk),
-            start=self.node.start + self.chunk.begin,
-            scale=scale,
-            keys_per_backward_call=self.node.chunk_tokens,
-            window=self.window,
-            d_own_key_TKD=d_own_key,
-            d_own_value_TKD=d_own_value,
-            known=self.known,
-        )
-        out, lse = ChunkAttention.apply(q_BHTD[0], k_BKTD[0], v_BKTD[0], sinks_H, keys)
-        self.known = AttentionOutput(out.detach(), lse)
-        if self.writes:
-            state.write(k_BKTD[0], v_BKTD[0])
-        return out[None]
+    attention: AttentionOutput | None = None  # of a layer with keys and values
+    selected_TS: Tensor | None = None  # of a latent layer with an indexer; layers that share it hold the same tensor
+
+
+NOTHING = Known()
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,7 +41,7 @@ class SavedLayer:
     """What the pull needs of one layer's forward."""
 
     hidden_BTE: Tensor
-    attention: AttentionOutput | None  # None in recurrent layers
+    known: Known
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,24 +55,19 @@ class ChunkForward:
 @torch.no_grad()
 def forward_chunk(decoder: Decoder, node: NodeState, chunk: Chunk, *, writes: bool, keeps_inputs: bool) -> ChunkForward:
     """Run a chunk without autograd. `writes` adds its state to the node; `keeps_inputs` saves what the pull needs."""
+    node.plan(range(decoder.num_layers), chunk, "forward")
     hidden = decoder.embed(node.token_ids[None, chunk.begin : chunk.end])
     start = node.start + chunk.begin
     rotary = decoder.rotary(hidden, start)
-    saved = []
+    saved, selected = [], None
     for layer in range(decoder.num_layers):
-        if decoder.recurrent(layer):
-            begin = node.recurrent(layer).start(node.chunks.index(chunk))
-            cache = RecurrentCache(begin.conv_tail_BCW, begin.matrix_BHKV)
-            out = decoder.run_layer(layer, hidden, rotary, start=start, seam=cache)
-            if writes:
-                node.recurrent(layer).advance(_end_boundary(cache))
-            attention = None
-        else:
-            seam = ExtentSeam(node, layer, chunk, decoder.windows[layer], writes=writes)
-            out = decoder.run_layer(layer, hidden, rotary, start=start, seam=seam)
-            attention = seam.known
+        _, seam = _seam(decoder, node, chunk, layer, _shared(decoder, layer, selected), writes=writes)
+        out = decoder.run_layer(layer, hidden, rotary, start=start, seam=seam)
+        if writes and isinstance(seam, RecurrentCache):
+            node.recurrent(layer).advance(_end_boundary(seam))
         if keeps_inputs and layer >= decoder.first_trained_layer:
-            saved.append(SavedLayer(hidden, attention))
+            saved.append(SavedLayer(hidden, _found(seam)))
+        selected = _found(seam).selected_TS
         hidden = out
     return ChunkForward(hidden, saved)
 
@@ -106,15 +85,17 @@ def pull_chunk_by_layer(
     Parameters' gradients accumulate in `.grad`, those of earlier keys in their extents. `d_ends` are the cotangents
     of the chunk's end boundaries per layer; returns those of its start boundaries. `layers` is emptied as it is used.
     """
+    trained = range(decoder.first_trained_layer, decoder.num_layers)
+    node.plan(reversed(trained), chunk, "replay")
     start = node.start + chunk.begin
     rotary = decoder.rotary(d_hidden_BTE, start)
     d_starts = [Boundary()] * decoder.num_layers
     d_hidden = d_hidden_BTE
     with torch.enable_grad():
-        for layer in reversed(range(decoder.first_trained_layer, decoder.num_layers)):
+        for layer in reversed(trained):
             saved = layers.pop()
             hidden = saved.hidden_BTE.detach().requires_grad_()
-            begin, seam = _replay_seam(decoder, node, chunk, layer, saved.attention)
+            begin, seam = _seam(decoder, node, chunk, layer, saved.known)
             out = decoder.run_layer(layer, hidden, rotary, start=start, seam=seam)
             outs, grads = [out], [d_hidden]
             _add_end_cotangents(outs, grads, seam, d_ends[layer])
@@ -132,18 +113,22 @@ class ChunkGraph:
 
     def __init__(self, decoder: Decoder, node: NodeState, chunk: Chunk) -> None:
         start = node.start + chunk.begin
-        self._seams: list[ExtentSeam | RecurrentCache] = []
+        self._node, self._chunk = node, chunk
+        self._seams: list[Seam] = []
         self._begins: list[Boundary] = []
-        first = decoder.first_trained_layer
+        first = self._first_trained_layer = decoder.first_trained_layer
+        node.plan(range(decoder.num_layers), chunk, "forward")
         with torch.set_grad_enabled(first == 0):
             hidden = decoder.embed(node.token_ids[None, chunk.begin : chunk.end])
         rotary = decoder.rotary(hidden, start)
+        selected = None
         for layer in range(decoder.num_layers):
             if layer == first and not hidden.requires_grad:
                 hidden.requires_grad_()  # the seams' constants must not cut the graph of the layers above
             with torch.set_grad_enabled(layer >= first):
-                begin, seam = _replay_seam(decoder, node, chunk, layer, None)
+                begin, seam = _seam(decoder, node, chunk, layer, _shared(decoder, layer, selected))
                 hidden = decoder.run_layer(layer, hidden, rotary, start=start, seam=seam)
+            selected = _found(seam).selected_TS
             self._begins.append(begin)
             self._seams.append(seam)
         self._hidden = hidden
@@ -153,6 +138,8 @@ class ChunkGraph:
         """As `pull_chunk_by_layer`, through the kept graph."""
         if not self._hidden.requires_grad:  # only the head is trained
             return [Boundary()] * len(self._begins)
+        trained = range(self._first_trained_layer, len(self._seams))
+        self._node.plan(reversed(trained), self._chunk, "backward")
         outs, grads = [self._hidden], [d_hidden_BTE]
         for seam, d_end in zip(self._seams, d_ends, strict=True):
             _add_end_cotangents(outs, grads, seam, d_end)
@@ -165,15 +152,36 @@ def _end_boundary(cache: RecurrentCache) -> Boundary:
     return Boundary(cache.new_conv_tail, cache.new_matrix_state)
 
 
-def _replay_seam(
-    decoder: Decoder, node: NodeState, chunk: Chunk, layer: int, attention: AttentionOutput | None
-) -> tuple[Boundary, ExtentSeam | RecurrentCache]:
-    """The seam of a layer under autograd, and the leaves of its start boundary (none before the first token)."""
-    if not decoder.recurrent(layer):
-        return Boundary(), ExtentSeam(node, layer, chunk, decoder.windows[layer], known=attention)
-    begin = node.recurrent(layer).start(node.chunks.index(chunk))
-    leaves = Boundary(_leaf(begin.conv_tail_BCW), _leaf(begin.matrix_BHKV))
-    return leaves, RecurrentCache(leaves.conv_tail_BCW, leaves.matrix_BHKV)
+def _seam(
+    decoder: Decoder, node: NodeState, chunk: Chunk, layer: int, known: Known, *, writes: bool = False
+) -> tuple[Boundary, Seam]:
+    """The seam of a layer, and its start boundary as leaves of the graph, if there is one."""
+    match decoder.kinds[layer]:
+        case RecurrentKind():
+            begin = node.recurrent(layer).start(node.chunks.index(chunk))
+            leaves = Boundary(_leaf(begin.conv_tail_BCW), _leaf(begin.matrix_BHKV))
+            return leaves, RecurrentCache(leaves.conv_tail_BCW, leaves.matrix_BHKV)
+        case LatentKind() as kind:
+            return Boundary(), LatentExtentSeam(node, layer, chunk, kind, writes, known.selected_TS)
+        case KeyValueKind(window):
+            return Boundary(), ExtentSeam(node, layer, chunk, window, writes, known.attention)
+
+
+def _shared(decoder: Decoder, layer: int, selected_below: Tensor | None) -> Known:
+    """IndexShare: what a layer takes over from the one below."""
+    kind = decoder.kinds[layer]
+    shares = isinstance(kind, LatentKind) and kind.indexer == "shared"
+    return Known(selected_TS=selected_below) if shares else NOTHING
+
+
+def _found(seam: Seam) -> Known:
+    match seam:
+        case ExtentSeam():
+            return Known(attention=seam.known)
+        case LatentExtentSeam():
+            return Known(selected_TS=seam.selected_TS)
+        case _:
+            return NOTHING
 
 
 def _leaf(tensor: Tensor | None) -> Tensor | None:
@@ -185,10 +193,8 @@ def _gradient_of(leaves: Boundary) -> Boundary:
     return Boundary(None if conv is None else conv.grad, None if matrix is None else matrix.grad)
 
 
-def _add_end_cotangents(
-    outs: list[Tensor], grads: list[Tensor], seam: ExtentSeam | RecurrentCache, d_end: Boundary
-) -> None:
-    if isinstance(seam, ExtentSeam):
+def _add_end_cotangents(outs: list[Tensor], grads: list[Tensor], seam: Seam, d_end: Boundary) -> None:
+    if not isinstance(seam, RecurrentCache):
         return
     end = _end_boundary(seam)
     pairs = ((end.conv_tail_BCW, d_end.conv_tail_BCW), (end.matrix_BHKV, d_end.matrix_BHKV))

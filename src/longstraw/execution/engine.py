@@ -29,6 +29,7 @@ from longstraw.records import (
     Trajectory,
     num_trained_tokens,
 )
+from longstraw.state.residency import ON_DEVICE, InHostMemory, Residency
 
 
 class Engine:
@@ -37,9 +38,11 @@ class Engine:
     `chunk_tokens`: tokens that run at once; live memory grows with it. `prompt_gradient`: "exact" pulls the gradient
     back through the prompt, "stopped" treats its state as a constant (cheaper, biased). `graph_scope`: "layer" keeps
     the graph of one layer of one chunk, "chunk" that of a whole chunk (one forward less, more memory, same
-    gradients). `max_state_age`: by how many optimizer steps a state may be older than the policy it is used with. The
-    model stays usable as before; its trained parameters' `.grad` is the engine's. Raises `UnsupportedError` before
-    any memory is allocated if the model or a feature of it is not supported.
+    gradients). `residency`: where the state of prompts lives; with "host" it is fetched through `staging_bytes` of
+    device memory, so that a longer prompt takes host memory only (slower, same gradients). `max_state_age`: by how
+    many optimizer steps a state may be older than the policy it is used with. The model stays usable as before; its
+    trained parameters' `.grad` is the engine's. Raises `UnsupportedError` before any memory is allocated if the model
+    or a feature of it is not supported.
     """
 
     def __init__(
@@ -49,6 +52,8 @@ class Engine:
         chunk_tokens: int = 4096,
         prompt_gradient: Literal["exact", "stopped"] = "exact",
         graph_scope: Literal["layer", "chunk"] = "layer",
+        residency: Literal["device", "host"] = "device",
+        staging_bytes: int = 2**30,
         max_state_age: int = 0,
         progress: Progress | None = None,
     ) -> None:
@@ -58,6 +63,10 @@ class Engine:
             raise InputError(f"prompt_gradient must be 'exact' or 'stopped', got {prompt_gradient!r}.")
         if graph_scope not in ("layer", "chunk"):
             raise InputError(f"graph_scope must be 'layer' or 'chunk', got {graph_scope!r}.")
+        if residency not in ("device", "host"):
+            raise InputError(f"residency must be 'device' or 'host', got {residency!r}.")
+        if not isinstance(staging_bytes, int) or staging_bytes < 1:
+            raise InputError(f"staging_bytes must be a positive whole number, got {staging_bytes!r}.")
         if max_state_age < 0:
             raise InputError(f"max_state_age must be 0 or more optimizer steps, got {max_state_age}.")
         self.model = model
@@ -68,6 +77,9 @@ class Engine:
         self._decoder = Decoder(model)
         self._chunk_tokens = chunk_tokens
         self._graph_scope = graph_scope
+        self._residency: Residency = ON_DEVICE
+        if residency == "host":
+            self._residency = InHostMemory(self._decoder.device, staging_bytes)
         self._gradients = GradientSums(self._decoder.trained_parameters)
         self._denominator = 0.0
         self._has_gradient = False
@@ -207,7 +219,8 @@ class Engine:
         self._denominator, self._has_gradient = 0.0, False
 
     def _runner(self) -> Runner:
-        return Runner(self._decoder, self._chunk_tokens, self._graph_scope, Stopwatch(self._progress))
+        watch = Stopwatch(self._progress)
+        return Runner(self._decoder, self._chunk_tokens, self._graph_scope, self._residency, watch)
 
     def _parameter_writes(self) -> int:
         """Changes whenever a trained parameter is written in place, by this engine's step or by anyone."""

@@ -7,8 +7,9 @@ Shape suffixes: B batch, T tokens, E hidden size, V vocabulary.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 
 import torch
 from peft import PeftModel
@@ -17,9 +18,11 @@ from transformers import PreTrainedModel
 
 from longstraw.errors import UnsupportedError
 from longstraw.models.delta_net import RecurrentCache, replaced_delta_nets
-from longstraw.models.families import family_of, layer_types, layer_windows
+from longstraw.models.families import family_of, layer_kinds, layer_types
+from longstraw.models.latent import LatentSeam, refuse_unfit_projection, replaced_latent_attentions
 from longstraw.models.seam import ATTENTION_NAME, AttentionSeam, PassThroughCache
 from longstraw.ops.logprob import tokens_per_block
+from longstraw.state.kinds import LatentKind, RecurrentKind
 
 Rotary = dict[str, tuple[Tensor, Tensor]]  # cos, sin [1, T, D] per layer type
 
@@ -40,14 +43,12 @@ class Decoder:
         self._family = family_of(self._config)
         self._body = self._lm.base_model
         self.layer_types = layer_types(self._config)
-        self.windows = layer_windows(self._config)
-        self.num_layers = len(self.layer_types)
+        self.kinds = layer_kinds(self._config)
+        self.num_layers = len(self.kinds)
         self._layers = list(self._body.layers)[: self.num_layers]
-        self._delta_nets = [
-            layer.linear_attn
-            for layer, kind in zip(self._layers, self.layer_types, strict=True)
-            if kind == "linear_attention"
-        ]
+        layers_of_kinds = list(zip(self._layers, self.kinds, strict=True))
+        self._delta_nets = [layer.linear_attn for layer, kind in layers_of_kinds if isinstance(kind, RecurrentKind)]
+        self._latent_attentions = [layer.self_attn for layer, kind in layers_of_kinds if isinstance(kind, LatentKind)]
         self.vocabulary_size: int = self._config.vocab_size
         self.max_positions: int = self._config.max_position_embeddings
         self.head_block_tokens = tokens_per_block(self.vocabulary_size)
@@ -60,10 +61,12 @@ class Decoder:
 
     @property
     def trained_parameters(self) -> dict[str, nn.Parameter]:
-        return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+        """Parameters that get a gradient: not an indexer's, whose choice is discrete, even where they require grad."""
+        parameters = self.model.named_parameters()
+        return {name: p for name, p in parameters if p.requires_grad and not _in_indexer(name)}
 
     def recurrent(self, layer: int) -> bool:
-        return self.layer_types[layer] == "linear_attention"
+        return isinstance(self.kinds[layer], RecurrentKind)
 
     @contextmanager
     def driven(self) -> Iterator[None]:
@@ -74,12 +77,12 @@ class Decoder:
         """
         implementation = self._config._attn_implementation
         training = {module: module.training for module in self.model.modules()}
-        delta_nets = replaced_delta_nets(self._delta_nets) if self._delta_nets else nullcontext()
+        replaced = replaced_delta_nets(self._delta_nets), replaced_latent_attentions(self._latent_attentions)
         try:
             self._config._attn_implementation = ATTENTION_NAME
             for module in training:
                 module.training = type(module).__name__ == "Linear4bit"
-            with delta_nets:
+            with replaced[0], replaced[1]:
                 yield
         finally:
             self._config._attn_implementation = implementation
@@ -115,7 +118,13 @@ class Decoder:
             return dict.fromkeys(self.layer_types, self._body.rotary_emb(like_BTE, positions))
 
     def run_layer(
-        self, index: int, hidden_BTE: Tensor, rotary: Rotary, *, start: int, seam: AttentionSeam | RecurrentCache
+        self,
+        index: int,
+        hidden_BTE: Tensor,
+        rotary: Rotary,
+        *,
+        start: int,
+        seam: AttentionSeam | LatentSeam | RecurrentCache,
     ) -> Tensor:
         """One decoder layer on consecutive tokens from position `start`; state goes in and out through the seam."""
         kind = self.layer_types[index]
@@ -138,7 +147,7 @@ class Decoder:
         if any(p.requires_grad for p in self._body.embed_tokens.parameters()):
             return 0
         for index, layer in enumerate(self._layers):
-            if any(p.requires_grad for p in layer.parameters()):
+            if any(p.requires_grad and not _in_indexer(name) for name, p in layer.named_parameters()):
                 return index
         return self.num_layers
 
@@ -152,9 +161,28 @@ class Decoder:
         if len(devices) > 1:
             names = ", ".join(sorted(str(device) for device in devices))
             raise UnsupportedError(f"the model's weights lie on several devices ({names}); load it on one.")
+        self._warn_of_trained_indexers()
         for name, module in self.model.named_modules():
+            if name.endswith("self_attn.kv_b_proj"):
+                refuse_unfit_projection(name, module)
             if isinstance(module, nn.Dropout) and module.p > 0:
                 raise UnsupportedError(
                     f"{name} has dropout {module.p}, which would make replay differ from capture; set it to 0 "
                     "(lora_dropout=0)."
                 )
+
+    def _warn_of_trained_indexers(self) -> None:
+        adapted = sorted(
+            {name.partition(".lora_")[0] for name, _ in self.model.named_parameters() if _in_indexer(name, ".lora_")}
+        )
+        if adapted:
+            shown = ", ".join(adapted[:4]) + (f" and {len(adapted) - 4} more" if len(adapted) > 4 else "")
+            warnings.warn(
+                f"adapters on the indexer ({shown}) act on what is selected but get no gradient: the selection is "
+                "discrete. Leave them out of target_modules.",
+                stacklevel=4,
+            )
+
+
+def _in_indexer(name: str, part: str = "") -> bool:
+    return ".indexer." in name and part in name

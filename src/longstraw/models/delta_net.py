@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from torch.nn import functional
 from transformers.activations import ACT2FN
 
 from longstraw.errors import UnsupportedError
+from longstraw.models.seam import replaced_forwards
 from longstraw.ops.causal_conv import causal_conv
 from longstraw.ops.delta_rule import gated_delta_rule
 
@@ -82,17 +82,8 @@ def replaced_delta_nets(modules: Sequence[nn.Module]) -> Iterator[None]:
     """
     for module in modules:
         _projections(module)
-    own_forwards = [module.__dict__.get("forward") for module in modules]  # set by whoever else replaced it
-    try:
-        for module in modules:
-            module.forward = partial(_called_by_layer, module)
+    with replaced_forwards(modules, _called_by_layer):
         yield
-    finally:
-        for module, own_forward in zip(modules, own_forwards, strict=True):
-            if own_forward is not None:
-                module.forward = own_forward
-            elif "forward" in module.__dict__:
-                del module.forward
 
 
 def _called_by_layer(

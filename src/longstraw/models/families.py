@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from longstraw.errors import UnsupportedError
+from longstraw.state.kinds import KeyValueKind, LatentKind, LayerKind, RecurrentKind
 
 # Frequencies that change with the sequence's length would re-rotate keys that are already kept.
 FIXED_ROTARY = ("default", "linear", "llama3", "yarn", "proportional")
@@ -33,6 +34,7 @@ class Family:
     logits_factor: str | None = None
     logits_divisor: str | None = None
     hybrid: bool = False
+    latent: bool = False
 
     def scale_embedding(self, hidden: Tensor, config: PretrainedConfig) -> Tensor:
         return hidden if self.embedding_factor is None else hidden * config.to_dict()[self.embedding_factor]
@@ -52,6 +54,7 @@ PLAIN = Family()
 BY_TYPE = Family(windows="by_layer_type")
 ALL_LAYERS = Family(windows="all_layers")
 HYBRID = Family(hybrid=True)
+LATENT = Family(latent=True)
 
 FAMILIES: dict[str, Family] = {
     "llama": PLAIN,
@@ -83,6 +86,9 @@ FAMILIES: dict[str, Family] = {
     "qwen3_next": HYBRID,
     "qwen3_5_text": HYBRID,
     "qwen3_5_moe_text": HYBRID,
+    "deepseek_v3": LATENT,
+    "deepseek_v32": LATENT,
+    "glm_moe_dsa": LATENT,
 }
 
 
@@ -102,16 +108,38 @@ def layer_types(config: PretrainedConfig) -> list[str]:
     settings = config.to_dict()
     family = FAMILIES[config.model_type]
     num_layers = config.num_hidden_layers
+    if family.latent:
+        return ["full_attention"] * num_layers  # one rotary embedding for all
     if family.hybrid or family.windows == "by_layer_type":
         return list(settings["layer_types"])[:num_layers]
     windowed = family.windows == "all_layers" and settings.get("sliding_window") is not None
     return ["sliding_attention" if windowed else "full_attention"] * num_layers
 
 
-def layer_windows(config: PretrainedConfig) -> list[int | None]:
-    """Per layer: how many keys a query sees, itself included, or None for all."""
+def layer_kinds(config: PretrainedConfig) -> list[LayerKind]:
+    """What each layer keeps of its tokens."""
+    if FAMILIES[config.model_type].latent:
+        return _latent_kinds(config)
     window = config.to_dict().get("sliding_window")
-    return [window if kind == "sliding_attention" else None for kind in layer_types(config)]
+    kinds: dict[str, LayerKind] = {
+        "full_attention": KeyValueKind(),
+        "sliding_attention": KeyValueKind(window),
+        "linear_attention": RecurrentKind(),
+    }
+    return [kinds[kind] for kind in layer_types(config)]
+
+
+def _latent_kinds(config: PretrainedConfig) -> list[LayerKind]:
+    settings = config.to_dict()
+    topk = settings.get("index_topk")
+    if topk is None:
+        return [LatentKind()] * config.num_hidden_layers
+    return [LatentKind(topk, indexer) for indexer in _indexer_types(config.num_hidden_layers, settings)]
+
+
+def _indexer_types(num_layers: int, settings: dict[str, object]) -> list[Literal["none", "full", "shared"]]:
+    given = settings.get("indexer_types")
+    return list(given)[:num_layers] if isinstance(given, list | tuple) else ["full"] * num_layers
 
 
 def _refuse_features(model_type: str, settings: dict[str, object]) -> None:
@@ -133,11 +161,28 @@ def _refuse_features(model_type: str, settings: dict[str, object]) -> None:
             raise UnsupportedError(
                 f"{model_type}: {name}={value} would make replay differ from capture; set {name}=0 in the config."
             )
+    if FAMILIES[model_type].latent:
+        _refuse_indexers(model_type, settings)
+        return
     known = ("full_attention", "sliding_attention", "linear_attention")
     kinds = settings.get("layer_types")
     for kind in kinds if isinstance(kinds, list | tuple) else ():
         if kind not in known:
             raise UnsupportedError(f"{model_type}: layer type {kind!r} is not supported; supported are {known}.")
+
+
+def _refuse_indexers(model_type: str, settings: dict[str, object]) -> None:
+    """An IndexShare pattern that the stock model could not run either is refused before anything is allocated."""
+    types = settings.get("indexer_types")
+    if not isinstance(types, list | tuple):
+        return
+    strange = sorted({str(kind) for kind in types} - {"full", "shared"})
+    if strange:
+        raise UnsupportedError(f"{model_type}: indexer_types holds {strange}; supported are 'full' and 'shared'.")
+    if types and types[0] == "shared":
+        raise UnsupportedError(
+            f"{model_type}: indexer_types begins with 'shared', which has no choice to share; the first must be 'full'."
+        )
 
 
 def _rope_types(parameters: object) -> list[str]:

@@ -1,4 +1,4 @@
-"""The two places where LongStraw meets a stock attention layer: the attention registry and the layer's cache argument.
+"""Where LongStraw meets a stock layer: the attention registry, the layer's cache argument, and replaced forwards.
 
 A layer is called with `chunk=seam`; the keyword travels through the layer's own forward to the registered attention
 function, which hands queries, keys and values to the seam. The cache passes keys through unchanged.
@@ -6,6 +6,9 @@ function, which hands queries, keys and values to the seam. The cache passes key
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Protocol
 
 from torch import Tensor, nn
@@ -27,6 +30,22 @@ class PassThroughCache:
 
     def update(self, k: Tensor, v: Tensor, layer_idx: int, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
         return k, v
+
+
+@contextmanager
+def replaced_forwards(modules: Sequence[nn.Module], forward: Callable[..., object]) -> Iterator[None]:
+    """Within it calling one of the modules calls `forward(module, ...)`; on exit they are as before."""
+    own_forwards = [module.__dict__.get("forward") for module in modules]  # set by whoever else replaced it
+    try:
+        for module in modules:
+            module.forward = partial(forward, module)
+        yield
+    finally:
+        for module, own_forward in zip(modules, own_forwards, strict=True):
+            if own_forward is not None:
+                module.forward = own_forward
+            elif "forward" in module.__dict__:
+                del module.forward
 
 
 def _attention(  # noqa: PLR0913 (the registry prescribes the signature)

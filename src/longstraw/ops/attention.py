@@ -2,7 +2,8 @@
 
 The forward keeps output and log-sum-exp (LSE) only. The backward runs the flash backward extent by extent with the
 global output and LSE, adds dK and dV in place into the extents' cotangent buffers, and returns dQ. Query heads that
-share a key head are folded into the query axis, so keys and values are never expanded.
+share a key head are folded into the query axis, so keys and values are never expanded. Keys are taken in pieces, the
+same wherever an extent lives, so results do not depend on that.
 
 Shape suffixes: H query heads, K key heads, G query heads per key head, T queries of the chunk, N keys, D head width.
 """
@@ -10,12 +11,14 @@ Shape suffixes: H query heads, K key heads, G query heads per key head, T querie
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from longstraw.ops.kernels import attend, attend_backward, wide_dtype
+from longstraw.ops.staging import VIEWS, Passage, Rows, Staging
 
 # Keys taken by one kernel call in forward, where they bound the kernel's own repacked copy.
 KEYS_PER_FORWARD_CALL = 16384
@@ -26,26 +29,33 @@ NO_KEYS = -1e30  # LSE of an empty set: finite, so that minus itself is 0
 
 @dataclass(frozen=True, eq=False)
 class KeyRun:
-    """Consecutive keys of the path: views into one extent, oldest first."""
+    """Consecutive keys of the path: views into one extent, oldest first. Latent rows: the value is the key itself."""
 
     key_NKD: Tensor
     value_NKD: Tensor
     start: int  # position in the sequence of the first key
     d_key_NKD: Tensor | None = None  # cotangent buffers, float32; None when the extent is a constant
     d_value_NKD: Tensor | None = None
+    staging: Staging = VIEWS  # how to reach them from the device
 
     def __len__(self) -> int:
         return self.key_NKD.shape[0]
 
     def cut(self, begin: int, end: int) -> KeyRun:
         """The keys begin to end (relative to the first key) as views."""
-        return KeyRun(
-            self.key_NKD[begin:end],
-            self.value_NKD[begin:end],
-            self.start + begin,
-            None if self.d_key_NKD is None else self.d_key_NKD[begin:end],
-            None if self.d_value_NKD is None else self.d_value_NKD[begin:end],
-        )
+        rows = self.rows(sums=True).cut(begin, end)
+        return replace(self.over(begin, rows), staging=self.staging)
+
+    def rows(self, *, sums: bool) -> Rows:
+        """Keys and values, and with `sums` their cotangents if there are any; a tensor in two roles once."""
+        num = 1 if self.key_NKD is self.value_NKD else 2
+        cotangents = (self.d_key_NKD, self.d_value_NKD)[:num] if sums else ()
+        return Rows((self.key_NKD, self.value_NKD)[:num], tuple(x for x in cotangents if x is not None))
+
+    def over(self, begin: int, part: Rows) -> KeyRun:
+        """The keys from `begin` on that a part of `rows` holds, as views."""
+        d_key, d_value = (part.sums[0], part.sums[-1]) if part.sums else (None, None)
+        return KeyRun(part.read[0], part.read[-1], self.start + begin, d_key, d_value)
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,6 +85,18 @@ class ChunkKeys:
         """Whether the window hides any key of the path from any query of the chunk."""
         oldest = self.earlier[0].start if self.earlier else self.start
         return self.window is not None and self.start + num_tokens - oldest > self.window
+
+    def visible(self) -> list[KeyRun]:
+        """The earlier keys that any query of the chunk sees."""
+        first = 0 if self.window is None else self.start - self.window + 1
+        return [run.cut(max(0, first - run.start), len(run)) for run in self.earlier if run.start + len(run) > first]
+
+    def passages(self, num_tokens: int, *, backward: bool, staging: Staging) -> list[Passage]:
+        """What attention of the chunk will pass over of the runs that are reached so: for a stage that looks ahead."""
+        num_keys = self.keys_per_backward_call if backward else KEYS_PER_FORWARD_CALL
+        whole = self.cuts_off_keys(num_tokens)
+        runs = [run for run in (self.visible() if whole else self.earlier) if run.staging is staging]
+        return [Passage(run.rows(sums=backward), len(run) if whole else num_keys) for run in runs]
 
 
 class ChunkAttention(torch.autograd.Function):
@@ -109,8 +131,9 @@ class ChunkAttention(torch.autograd.Function):
         keys: ChunkKeys = ctx.keys
         run = _backward_window if keys.cuts_off_keys(q.shape[1]) else _backward_full
         dq, dk, dv = run(d_out, (q, k, v), out, lse, keys)
-        if keys.d_own_key_TKD is not None and keys.d_own_value_TKD is not None:
+        if keys.d_own_key_TKD is not None:
             dk += keys.d_own_key_TKD.transpose(0, 1)
+        if keys.d_own_value_TKD is not None:
             dv += keys.d_own_value_TKD.transpose(0, 1)
         d_sinks = None
         if sinks is not None:
@@ -136,7 +159,7 @@ def attend_shared(q_HTD: Tensor, runs: Sequence[KeyRun], scale: float) -> tuple[
     wide = wide_dtype(q_HTD.dtype)
     out = torch.zeros(q_HTD.shape, dtype=wide, device=q_HTD.device)
     lse = torch.full(q_HTD.shape[:-1], NO_KEYS, dtype=wide, device=q_HTD.device)
-    for keys in _slices(runs, KEYS_PER_FORWARD_CALL):
+    for keys in _pieces(runs, KEYS_PER_FORWARD_CALL):
         num_key_heads = keys.key_NKD.shape[1]
         part, part_lse = attend(_fold(q_HTD, num_key_heads), *_kernel_keys(keys), scale=scale)
         out, lse = merge_partials(out, lse, _unfold(part, q_HTD.shape), part_lse.reshape(lse.shape))
@@ -170,7 +193,7 @@ def _backward_full(
         return dq, dk, dv
     folded = [_fold(x, num_key_heads).contiguous() for x in (d_out, q, out)]
     folded_lse = lse.reshape(1, num_key_heads, -1)
-    for piece in _slices(keys.earlier, keys.keys_per_backward_call):
+    for piece in _pieces(keys.earlier, keys.keys_per_backward_call, sums=True):
         # The CPU kernel gives each thread whole heads, so an odd number of them leaves cores idle. Halves of the keys
         # as a batch of two make it even: with the global LSE their shares of the gradient are independent.
         halves = 2 if num_key_heads % 2 == 1 and len(piece) % 2 == 0 and q.device.type == "cpu" else 1
@@ -190,10 +213,11 @@ def _forward_window(q: Tensor, k: Tensor, v: Tensor, keys: ChunkKeys) -> tuple[T
     out = torch.empty(q.shape, dtype=wide, device=q.device)
     lse = torch.empty(q.shape[:-1], dtype=wide, device=q.device)
     own = _own_run(k, v, keys)
-    for begin, end, pieces, mask in _window_blocks(q.shape[1], own, keys):
-        block_k, block_v = _gather(pieces)
-        part, part_lse = attend(*_by_group(q[:, begin:end], block_k, block_v), scale=keys.scale, mask_TN=mask)
-        out[:, begin:end], lse[:, begin:end] = _join_groups(part), _join_groups(part_lse)
+    with _on_device(keys.visible(), sums=False) as earlier:
+        for begin, end, pieces, mask in _window_blocks(q.shape[1], [*earlier, own], keys):
+            block_k, block_v = _gather(pieces)
+            part, part_lse = attend(*_by_group(q[:, begin:end], block_k, block_v), scale=keys.scale, mask_TN=mask)
+            out[:, begin:end], lse[:, begin:end] = _join_groups(part), _join_groups(part_lse)
     return out, lse
 
 
@@ -205,36 +229,39 @@ def _backward_window(
     wide = wide_dtype(q.dtype)
     dq = torch.empty(q.shape, dtype=wide, device=q.device)
     own = _own_run(k, v, keys, cotangents=True)
-    for begin, end, pieces, mask in _window_blocks(q.shape[1], own, keys):
-        block_k, block_v = _gather(pieces)
-        part, d_key, d_value = attend_backward(
-            _groups(d_out[:, begin:end], num_key_heads),
-            _by_group(q[:, begin:end], block_k, block_v),
-            _groups(out[:, begin:end], num_key_heads),
-            _groups(lse[:, begin:end], num_key_heads),
-            scale=keys.scale,
-            mask_TN=mask,
-        )
-        dq[:, begin:end] = _join_groups(part)
-        d_key, d_value = d_key.sum(0, dtype=wide), d_value.sum(0, dtype=wide)
-        at = 0
-        for piece in pieces:
-            _send(piece, d_key[:, at : at + len(piece)], d_value[:, at : at + len(piece)])
-            at += len(piece)
+    with _on_device(keys.visible(), sums=True) as earlier:
+        for begin, end, pieces, mask in _window_blocks(q.shape[1], [*earlier, own], keys):
+            block_k, block_v = _gather(pieces)
+            part, d_key, d_value = attend_backward(
+                _groups(d_out[:, begin:end], num_key_heads),
+                _by_group(q[:, begin:end], block_k, block_v),
+                _groups(out[:, begin:end], num_key_heads),
+                _groups(lse[:, begin:end], num_key_heads),
+                scale=keys.scale,
+                mask_TN=mask,
+            )
+            dq[:, begin:end] = _join_groups(part)
+            d_key, d_value = d_key.sum(0, dtype=wide), d_value.sum(0, dtype=wide)
+            at = 0
+            for piece in pieces:
+                _send(piece, d_key[:, at : at + len(piece)], d_value[:, at : at + len(piece)])
+                at += len(piece)
     assert own.d_key_NKD is not None and own.d_value_NKD is not None, "made with cotangents"
     return dq, own.d_key_NKD.transpose(0, 1), own.d_value_NKD.transpose(0, 1)
 
 
-def _window_blocks(num_tokens: int, own: KeyRun, keys: ChunkKeys) -> Iterator[tuple[int, int, list[KeyRun], Tensor]]:
+def _window_blocks(
+    num_tokens: int, runs: Sequence[KeyRun], keys: ChunkKeys
+) -> Iterator[tuple[int, int, list[KeyRun], Tensor]]:
     """Query blocks with the runs any of their queries sees, cut to that range, and the visible pairs of the two."""
     assert keys.window is not None, "only called for a window"
-    device = own.key_NKD.device
+    device = runs[-1].key_NKD.device
     for begin in range(0, num_tokens, QUERIES_PER_WINDOW_CALL):
         end = min(begin + QUERIES_PER_WINDOW_CALL, num_tokens)
         first, last = keys.start + begin - keys.window + 1, keys.start + end
         pieces = [
             run.cut(max(0, first - run.start), min(len(run), last - run.start))
-            for run in (*keys.earlier, own)
+            for run in runs
             if run.start + len(run) > first and run.start < last
         ]
         key_N = torch.arange(pieces[0].start, last, device=device)
@@ -264,10 +291,26 @@ def _send(piece: KeyRun, d_key_KND: Tensor, d_value_KND: Tensor) -> None:
         piece.d_value_NKD.add_(d_value_KND.transpose(0, 1))
 
 
-def _slices(runs: Sequence[KeyRun], num_keys: int) -> Iterator[KeyRun]:
+def _pieces(runs: Sequence[KeyRun], num_keys: int, *, sums: bool = False) -> Iterator[KeyRun]:
+    """The keys of one kernel call after the other, on the device; each is valid until the next one."""
     for run in runs:
-        for begin in range(0, len(run), num_keys):
-            yield run.cut(begin, min(begin + num_keys, len(run)))
+        for begin, part in run.staging.parts(Passage(run.rows(sums=sums), num_keys)):
+            keys = run.over(begin, part)
+            for at in range(0, len(keys), num_keys):
+                yield keys.cut(at, min(at + num_keys, len(keys)))
+
+
+@contextmanager
+def _on_device(runs: Sequence[KeyRun], *, sums: bool) -> Iterator[list[KeyRun]]:
+    """Whole runs on the device: a window's worth of keys."""
+    with ExitStack() as stack:
+        yield [stack.enter_context(_whole(run, sums=sums)) for run in runs]
+
+
+@contextmanager
+def _whole(run: KeyRun, *, sums: bool) -> Iterator[KeyRun]:
+    for begin, part in run.staging.parts(Passage(run.rows(sums=sums), len(run))):
+        yield run.over(begin, part)
 
 
 def _kernel_keys(run: KeyRun) -> tuple[Tensor, Tensor]:

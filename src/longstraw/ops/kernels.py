@@ -8,8 +8,13 @@ Shape suffixes: B batch, H heads, T queries, N keys, D head width. The log-sum-e
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
+
+# Of the scores that the plain kernel holds at once.
+PLAIN_TILE_BYTES = 2**28
 
 _cpu_forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _cpu_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -71,10 +76,13 @@ def attend_backward(
 def plain_attend(
     q_BHTD: Tensor, k_BHND: Tensor, v_BHND: Tensor, *, scale: float, causal: bool = False, mask_TN: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """`attend` by plain matrix products: makes `[B, H, T, N]`, so callers keep the rectangle small."""
-    scores = _plain_scores(q_BHTD, k_BHND, scale, causal, mask_TN)
-    lse = scores.logsumexp(-1)
-    out = (scores - lse[..., None]).exp().to(v_BHND.dtype) @ v_BHND
+    """`attend` by plain matrix products, so many queries at a time that `[B, H, T, N]` stays below PLAIN_TILE_BYTES."""
+    out = q_BHTD.new_empty(*q_BHTD.shape[:-1], v_BHND.shape[-1])
+    lse = torch.empty(q_BHTD.shape[:-1], dtype=wide_dtype(q_BHTD.dtype), device=q_BHTD.device)
+    for rows in _query_blocks(q_BHTD, k_BHND):
+        scores = _plain_scores(q_BHTD, k_BHND, scale, rows, causal, mask_TN)
+        lse[:, :, rows] = scores.logsumexp(-1)
+        out[:, :, rows] = (scores - lse[:, :, rows, None]).exp().to(v_BHND.dtype) @ v_BHND
     return out, lse
 
 
@@ -88,20 +96,40 @@ def plain_attend_backward(
     causal: bool = False,
     mask_TN: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`attend_backward` by plain matrix products."""
+    """`attend_backward` by plain matrix products, block by block like `plain_attend`."""
     q, k, v = qkv
     wide = wide_dtype(q.dtype)
-    p = (_plain_scores(q, k, scale, causal, mask_TN) - lse_BHT[..., None]).exp()
-    delta = (d_out_BHTD.to(wide) * out_BHTD.to(wide)).sum(-1, keepdim=True)
-    d_scores = (p * ((d_out_BHTD @ v.mT).to(wide) - delta) * scale).to(q.dtype)
-    return d_scores @ k, d_scores.mT @ q, p.to(q.dtype).mT @ d_out_BHTD
+    dq = torch.empty_like(q)
+    dk, dv = (torch.zeros(x.shape, dtype=wide, device=q.device) for x in (k, v))
+    for rows in _query_blocks(q, k):
+        p = (_plain_scores(q, k, scale, rows, causal, mask_TN) - lse_BHT[:, :, rows, None]).exp()
+        d_out = d_out_BHTD[:, :, rows]
+        delta = (d_out.to(wide) * out_BHTD[:, :, rows].to(wide)).sum(-1, keepdim=True)
+        d_scores = (p * ((d_out @ v.mT).to(wide) - delta) * scale).to(q.dtype)
+        dq[:, :, rows] = d_scores @ k
+        dk += d_scores.mT @ q[:, :, rows]
+        dv += p.to(q.dtype).mT @ d_out
+    return dq, dk.to(k.dtype), dv.to(v.dtype)
 
 
-def _plain_scores(q: Tensor, k: Tensor, scale: float, causal: bool, mask_TN: Tensor | None) -> Tensor:
-    scores = (q @ k.mT).to(wide_dtype(q.dtype)) * scale
+def _query_blocks(q_BHTD: Tensor, k_BHND: Tensor) -> Iterator[slice]:
+    batch, heads, num_queries, _ = q_BHTD.shape
+    row_bytes = batch * heads * k_BHND.shape[2] * wide_dtype(q_BHTD.dtype).itemsize
+    step = max(1, PLAIN_TILE_BYTES // row_bytes)
+    for begin in range(0, num_queries, step):
+        yield slice(begin, min(begin + step, num_queries))
+
+
+def _plain_scores(q: Tensor, k: Tensor, scale: float, rows: slice, causal: bool, mask_TN: Tensor | None) -> Tensor:
+    scores = (q[:, :, rows] @ k.mT).to(wide_dtype(q.dtype)) * scale
     if causal:
-        mask_TN = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).tril()
-    return scores if mask_TN is None else scores.masked_fill(~mask_TN, float("-inf"))
+        query_T = torch.arange(rows.start, rows.stop, device=q.device)
+        visible = torch.arange(k.shape[-2], device=q.device) <= query_T[:, None]
+    elif mask_TN is not None:
+        visible = mask_TN[rows]
+    else:
+        return scores
+    return scores.masked_fill(~visible, float("-inf"))
 
 
 def _additive(mask_TN: Tensor | None, dtype: torch.dtype) -> Tensor | None:

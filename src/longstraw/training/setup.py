@@ -93,6 +93,8 @@ def prepare(config: RunConfig, surroundings: Surroundings) -> tuple[Training, Po
         chunk_tokens=config.engine.chunk_tokens,
         prompt_gradient=config.engine.prompt_gradient,
         graph_scope=config.engine.graph_scope,
+        residency=config.engine.residency,
+        staging_bytes=config.engine.staging_bytes,
         progress=meter,
     )
     rows, evaluation = fitting_rows(config, inputs, lengths, Decoder(model).max_positions)
