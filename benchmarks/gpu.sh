@@ -12,10 +12,12 @@ PYTHON=${PYTHON:-.venv/bin/python}
 }
 
 failed=""
-timeout 150 "$PYTHON" -m pytest -m gpu -q || failed="$failed gpu-tests"
-timeout 260 "$PYTHON" benchmarks/update.py --device cuda --budget 20 --total-budget 200 --chunk-tokens 4096 ||
+timeout 130 "$PYTHON" -m pytest -m gpu -q || failed="$failed gpu-tests"
+timeout 60 "$PYTHON" benchmarks/latent.py --device cuda --chunk-tokens 1024 || failed="$failed latent"
+timeout 180 "$PYTHON" benchmarks/update.py --device cuda --budget 15 --total-budget 120 --chunk-tokens 4096 ||
     failed="$failed update"
-timeout 170 "$PYTHON" benchmarks/long_run.py --device cuda --chunk-tokens 8192 || failed="$failed long-run"
+timeout 110 "$PYTHON" benchmarks/long_run.py --device cuda --chunk-tokens 8192 || failed="$failed long-run"
+timeout 110 "$PYTHON" benchmarks/long_run.py --device cuda --model latent || failed="$failed long-run-latent"
 
 if [ -n "$failed" ]; then
     echo "failed or cut off:$failed" >&2

@@ -19,7 +19,7 @@ from longstraw.execution.engine import Engine
 from longstraw.execution.progress import Progress, Silent
 from longstraw.grpo.losses import GRPO
 from longstraw.records import Prompt, Response, ResponseGroup
-from small_models import Problem, adapter_gradients
+from small_models import Kind, Problem, adapter_gradients
 
 FULL_SEQUENCE = "(a) full sequence"
 PREFIX_GROUPER = "(b) prefix-grouper"
@@ -28,8 +28,11 @@ EXACT = "(c) exact"
 EXACT_CHUNK = "(c) exact, graph of a chunk"
 STOPPED = "(d) stopped"
 LONGSTRAW_METHODS = (EXACT, EXACT_CHUNK, STOPPED)
-HYBRID_METHODS = (FULL_SEQUENCE, *LONGSTRAW_METHODS)
-DENSE_METHODS = (FULL_SEQUENCE, PREFIX_GROUPER, PREFIX_GROUPER_PLAIN, *LONGSTRAW_METHODS)
+METHODS: dict[Kind, tuple[str, ...]] = {
+    "hybrid": (FULL_SEQUENCE, *LONGSTRAW_METHODS),
+    "dense": (FULL_SEQUENCE, PREFIX_GROUPER, PREFIX_GROUPER_PLAIN, *LONGSTRAW_METHODS),
+    "latent": (FULL_SEQUENCE, *LONGSTRAW_METHODS),
+}
 
 
 @dataclass(frozen=True)

@@ -19,17 +19,16 @@ from torch import Tensor
 
 from estimates import Estimate, Size, estimate_bytes, estimate_seconds
 from methods import (
-    DENSE_METHODS,
     FULL_SEQUENCE,
-    HYBRID_METHODS,
     LONGSTRAW_METHODS,
+    METHODS,
     PREFIX_GROUPER,
     Method,
     build_method,
     timed_run,
     tracked_run,
 )
-from small_models import Kind, ModelSize, Problem, build_model, build_problem
+from small_models import Kind, LatentSize, ModelSize, Problem, build_model, build_problem, describe_latent
 from tables import (
     Cell,
     Machine,
@@ -132,8 +131,9 @@ class Comparison:
         return cells
 
     def _names(self) -> list[str]:
-        names = HYBRID_METHODS if self.kind == "hybrid" else DENSE_METHODS
-        return [name for name in names if not self.settings.methods or name.startswith(self.settings.methods)]
+        return [
+            name for name in METHODS[self.kind] if not self.settings.methods or name.startswith(self.settings.methods)
+        ]
 
     def _build(self, name: str, dtype: torch.dtype) -> Method:
         model = build_model(self.kind, self.settings.size, dtype=dtype, device=self.device)
@@ -152,10 +152,16 @@ class Comparison:
             return f"not run (estimated {seconds.value:,.0f} s: {seconds.basis})"
         if left < 0:
             return "not run (out of time)"
-        memory = estimate_bytes(measured.peak_bytes, _peak_size(method, size))
+        memory = self._estimate_bytes(method, size)
         if memory is not None and memory.value > MEMORY_SHARE * available_bytes(self.device):
             return f"not run ({_describe(memory)})"
         return ""
+
+    def _estimate_bytes(self, method: Method, size: Size) -> Estimate | None:
+        measured = self._measured[method.name].peak_bytes
+        if self.kind == "latent" and method.name == FULL_SEQUENCE:
+            return _estimate_dense_index(self.settings.size, size)
+        return estimate_bytes(measured, _peak_size(method, size))
 
     def _with_peak(self, cell: Cell, method: Method, problem: Problem) -> Cell:
         """Full-sequence training works on one response at a time: its peak at G=2, gradients kept, is that of any G."""
@@ -167,6 +173,14 @@ class Comparison:
             peaks[size] = tracked_run(method, first, self.device).peak_bytes
         note = "" if size == _size(problem) else f"peak tracked at G={size.num_responses}"
         return replace(cell, peak_bytes=peaks[size], note=note)
+
+
+def _estimate_dense_index(model_size: ModelSize, size: Size) -> Estimate:
+    """Of the stock latent model: what its indexer makes at once of every pair of tokens."""
+    num_tokens = size.num_prompt_tokens + size.num_response_tokens
+    # Float32 scores of every head and their ReLU, then their weighted sum, that sum under the mask, and masks.
+    bytes_per_pair = 4 * (2 * model_size.latent.index_heads + 3)
+    return Estimate(num_tokens**2 * bytes_per_pair, f"index scores of {num_tokens:,} x {num_tokens:,} tokens")
 
 
 def _describe(memory: Estimate) -> str:
@@ -196,7 +210,7 @@ def _with_agreement(cell: Cell, got: dict[str, Tensor], want: dict[str, Tensor],
 
 def parse_arguments(arguments: Sequence[str] | None = None) -> tuple[Settings, torch.device]:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", default=["hybrid", "dense"], choices=["hybrid", "dense"])
+    parser.add_argument("--models", nargs="+", default=["hybrid", "dense"], choices=list(METHODS))
     parser.add_argument("--prompts", nargs="+", type=int, default=[4096, 16384, 65536], help="prompt tokens")
     parser.add_argument("--groups", nargs="+", type=int, default=[1, 2, 8], help="responses per prompt")
     parser.add_argument(
@@ -211,6 +225,9 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> tuple[Settings, t
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--kv-heads", type=int, default=1, help="key/value heads for 4 query heads (GQA 4:1)")
     parser.add_argument("--vocab", type=int, default=4096)
+    parser.add_argument("--indexers", default="FSSF", help="latent: F chooses positions, S shares the choice below")
+    parser.add_argument("--topk", type=int, default=512, help="latent: positions that a query attends to")
+    parser.add_argument("--index-heads", type=int, default=16, help="latent; few of them tie at the cut")
     parser.add_argument("--threads", type=int, default=None, help="CPU threads; default: torch's own choice")
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--name", default="update", help="last part of the result files' name")
@@ -233,10 +250,27 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> tuple[Settings, t
             intermediate_size=3 * options.hidden,
             num_kv_heads=options.kv_heads,
             vocab_size=options.vocab,
+            latent=LatentSize(indexers=options.indexers, topk=options.topk, index_heads=options.index_heads),
         ),
         name=options.name,
     )
     return settings, torch.device(options.device)
+
+
+KINDS: dict[Kind, str] = {
+    "hybrid": "Hybrid: qwen3_5_text, one full-attention layer in four.",
+    "dense": "Dense: qwen3.",
+    "latent": "Latent: glm_moe_dsa, see below.",
+}
+
+
+def latent_lines(settings: Settings) -> list[str]:
+    if "latent" not in settings.models:
+        return []
+    return [
+        f"* Latent: {describe_latent(settings.size)}; no adapter on indexers. (a) makes index scores and a mask of "
+        "every pair of tokens. In bf16 rounding may change which positions are chosen and which experts a token takes."
+    ]
 
 
 def write(machine: Machine, settings: Settings, checks: list[Cell], cells: list[Cell]) -> None:
@@ -250,7 +284,8 @@ def write(machine: Machine, settings: Settings, checks: list[Cell], cells: list[
         *machine_lines(machine),
         f"* Models: random, {size.num_layers} layers, hidden {size.hidden_size}, {size.num_heads} heads of "
         f"{size.head_dim} ({size.num_kv_heads} for keys and values), vocabulary {size.vocab_size}, bf16, LoRA r=16 on "
-        "all linear layers in float32. Hybrid: qwen3_5_text, one full-attention layer in four; dense: qwen3.",
+        f"all linear layers in float32. {' '.join(KINDS[kind] for kind in settings.models)}",
+        *latent_lines(settings),
         f"* Chunks of {settings.chunk_tokens} tokens; responses are 1/64 of the prompt; loss dapo, ratio 1.",
         "* Time: median of the runs and their range; a single run where it is long. Peak: all live tensors, weights "
         "included, tracked in a run that is not timed. (a) works on one response at a time, so its peak is tracked at "

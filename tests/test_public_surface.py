@@ -21,6 +21,7 @@ PUBLIC_NAMES = {
     "Span",
     "StaleStateError",
     "StepReport",
+    "Topology",
     "Trajectory",
     "UnsupportedError",
     "load_model",

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from longstraw.models.loading import load_model
     from longstraw.models.presets import preset_config
     from longstraw.models.tiny import tiny_model
+    from longstraw.parallel.topology import Topology
     from longstraw.records import (
         ForwardBackwardReport,
         Prompt,
@@ -41,6 +42,7 @@ _HOMES = {
     "Span": "records",
     "StaleStateError": "errors",
     "StepReport": "records",
+    "Topology": "parallel.topology",
     "Trajectory": "records",
     "UnsupportedError": "errors",
     "load_model": "models.loading",
@@ -63,6 +65,7 @@ __all__ = [
     "Span",
     "StaleStateError",
     "StepReport",
+    "Topology",
     "Trajectory",
     "UnsupportedError",
     "load_model",

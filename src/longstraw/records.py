@@ -270,6 +270,7 @@ class ForwardBackwardReport:
     metrics: LossMetrics
     stage_seconds: Mapping[str, float]  # capture, reference, score, replay, prompt_replay
     skipped_reasons: tuple[str, ...] = ()
+    bytes_sent: Mapping[str, int] = field(default_factory=dict)  # by this rank to others, by kind
 
     @property
     def loss(self) -> float:

@@ -2,6 +2,7 @@
 
 import gc
 import re
+from itertools import accumulate
 
 import pytest
 import torch
@@ -16,8 +17,8 @@ from longstraw.records import Prompt, Response, ResponseGroup, SamplingSettings
 from tiny import gradients, random_ids, tiny_model
 
 CHUNK = 16
-PROMPT = random_ids(60, 1)
-RESPONSES = [random_ids(n, n) for n in (18, 1, 7)]
+PROMPT = random_ids(44, 1)
+RESPONSES = [random_ids(n, n) for n in (18, 1)]
 FAMILIES = ["llama", "mistral", "gpt_oss", "qwen3_5_text", "deepseek_v3", "deepseek_v32", "glm_moe_dsa"]
 WHOLE_LAYERS = 2**20
 
@@ -35,7 +36,7 @@ def host_engine(model, staging_bytes=WHOLE_LAYERS, *, chunk_tokens=CHUNK, **opti
 
 def group_of(prompt_ids):
     responses = [Response(ids) for ids in RESPONSES]
-    return ResponseGroup(Prompt(prompt_ids), responses, advantages=[1.0, -2.0, 0.5])
+    return ResponseGroup(Prompt(prompt_ids), responses, advantages=[1.0, -2.0])
 
 
 def least_staging_bytes(model, **options):
@@ -55,7 +56,7 @@ def results(model, engine):
     group = group_of(PROMPT)
     with engine.capture(group.prompt) as state:
         scored = engine.score(state, group.responses)
-        sampled = engine.sample(state, 2, SamplingSettings(max_new_tokens=4, temperature=0))
+        sampled = engine.sample(state, 2, SamplingSettings(max_new_tokens=3, temperature=0))
         engine.forward_backward([group], GRPO(), states=[state])
     return [*gradients(model).values(), *scored, *(x for r in sampled for x in (r.token_ids, r.sampling_logprobs))]
 
@@ -91,7 +92,15 @@ class FetchLog:
         self._row_bytes = runs[0].key_NKD[0].numel() * 4
         self._stage = engine._residency.stage
         self.fetched = []
+        self.num_fetched_when_left = []  # by the reader of the first, second, ... fetch
         self._stage.on_fetch = self._append
+        leave = self._stage._leave
+
+        def logged_leave(fetch):
+            self.num_fetched_when_left.append(len(self.fetched))
+            leave(fetch)
+
+        self._stage._leave = logged_leave
 
     def _append(self, fetch):
         address = fetch.source.read[0].data_ptr()
@@ -101,7 +110,7 @@ class FetchLog:
 
 
 @pytest.mark.parametrize("slices", [1, 2])
-def test_a_pass_fetches_each_slice_of_each_layer_once_and_in_order(monkeypatch, slices):
+def test_a_pass_fetches_each_slice_of_each_layer_once_in_order_and_one_ahead(monkeypatch, slices):
     monkeypatch.setattr(attention, "KEYS_PER_FORWARD_CALL", CHUNK)
     model = tiny_model("llama")
     engine = host_engine(model)
@@ -119,7 +128,12 @@ def test_a_pass_fetches_each_slice_of_each_layer_once_and_in_order(monkeypatch, 
     response += [(layer, *part, True) for layer in reversed(layers) for part in prompt]
     last_chunk = [(layer, 0, CHUNK, False) for layer in layers]
     last_chunk += [(layer, 0, CHUNK, True) for layer in reversed(layers)]
-    assert log.fetched == response + last_chunk
+    passes = [response[:4], response[4:], last_chunk[:4], last_chunk[4:]]
+    assert log.fetched == [fetch for fetches in passes for fetch in fetches]
+    ahead = [1] * len(log.fetched)
+    for end in accumulate(map(len, passes)):
+        ahead[end - 1] = 0  # the next pass makes a plan of its own
+    assert log.num_fetched_when_left == [number + 1 + ahead[number] for number in range(len(ahead))]
 
 
 def peak_of_update(engine, num_prompt_tokens):
@@ -135,7 +149,7 @@ def peak_of_update(engine, num_prompt_tokens):
 def device_bytes_per_token(monkeypatch, engine):
     """Of a prompt that is larger than a few chunks and pieces, and whose layers are larger than a slot."""
     monkeypatch.setattr(attention, "KEYS_PER_FORWARD_CALL", 64)
-    monkeypatch.setattr(index_scan, "CPU_BLOCKS", index_scan.BlockSizes(32, 2**16, 32))
+    monkeypatch.setattr(index_scan, "CPU_BLOCKS", index_scan.BlockSizes(128, 2**18, 128))
     peak_of_update(engine, 8)  # the adapter's gradients exist from here on
     engine._gradients._starts_fresh = False
     (short, _), (long, left) = peak_of_update(engine, 192), peak_of_update(engine, 320)
@@ -143,18 +157,13 @@ def device_bytes_per_token(monkeypatch, engine):
     return (long - short) / 128
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3", "qwen3_5_text", "glm_moe_dsa"])
+@pytest.mark.parametrize("name", ["llama", "qwen3_5_text", "glm_moe_dsa"])
 def test_a_prompt_token_takes_at_most_64_bytes_of_the_device(monkeypatch, name):
     # A layer of the shorter prompt is larger than a slot; rows of latents are a fifth of keys, values and cotangents.
     staging_bytes = 3 * 2**13 if name == "glm_moe_dsa" else 2**16
     engine = host_engine(tiny_model(name), staging_bytes, chunk_tokens=64)
     assert device_bytes_per_token(monkeypatch, engine) <= 64
     assert engine._residency.memory.num_bytes == 0 < engine._residency.memory.peak_bytes
-
-
-def test_a_prompt_token_takes_no_more_when_the_state_is_a_constant(monkeypatch):
-    engine = host_engine(tiny_model("qwen3"), 2**16, chunk_tokens=64, prompt_gradient="stopped")
-    assert device_bytes_per_token(monkeypatch, engine) <= 64
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3_5_text", "glm_moe_dsa"])
@@ -194,6 +203,7 @@ def test_states_share_one_stage_and_outlive_each_other():
         engine.forward_backward([group], GRPO(), states=[state])
         state.free()
     assert_same(gradients(model).values(), want)
+    assert [slot.numel() for slot in engine._residency.stage._slots] == [0, 0]
 
 
 def test_an_error_in_the_middle_of_an_update_leaves_the_engine_as_it_was(monkeypatch):
@@ -205,7 +215,7 @@ def test_an_error_in_the_middle_of_an_update_leaves_the_engine_as_it_was(monkeyp
     def fails_once(*args, **options):
         nonlocal num_calls
         num_calls += 1
-        if num_calls == 30:
+        if num_calls == 20:
             raise RuntimeError("out of memory")
         return attend_backward(*args, **options)
 

@@ -9,10 +9,8 @@ from torch import Tensor
 
 from longstraw.execution.chunk import ChunkForward, forward_chunk
 from longstraw.execution.head import score_tokens
-from longstraw.execution.progress import Stopwatch
-from longstraw.models.decoder import Decoder
+from longstraw.execution.runner import Runner
 from longstraw.state.node import Chunk, NodeState
-from longstraw.state.residency import ON_DEVICE, Residency
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,28 +21,6 @@ class Captured:
     logprobs_T: Tensor  # float32 [T]; empty when not scored
     entropies_T: Tensor
     last_chunk: ChunkForward | None
-
-
-@dataclass(frozen=True)
-class Runner:
-    """What every stage runs with: decoder, chunk size, where prompts' state lives, and who is told of progress."""
-
-    decoder: Decoder
-    chunk_tokens: int
-    graph_scope: str
-    residency: Residency
-    watch: Stopwatch
-
-    def new_node(self, token_ids: Tensor, parent: NodeState | None, *, constant: bool) -> NodeState:
-        decoder = self.decoder
-        return NodeState(
-            token_ids.to(decoder.device),
-            parent,
-            chunk_tokens=self.chunk_tokens,
-            kinds=decoder.kinds,
-            constant=constant,
-            residency=self.residency if parent is None else ON_DEVICE,
-        )
 
 
 def capture_node(
@@ -58,38 +34,49 @@ def capture_node(
 ) -> Captured:
     """Forward every chunk of a node. With a `temperature` its tokens are scored too, which needs a parent."""
     node = run.new_node(token_ids, parent, constant=constant)
-    logprobs, entropies = [], []
-    last_hidden = None if parent is None else parent.last_hidden
+    scores_2T = torch.zeros(2, len(token_ids) if temperature is not None else 0, device=node.token_ids.device)
     forward = None
     for chunk in node.chunks:
         keeps_inputs = keeps_last_chunk and chunk is node.chunks[-1]
-        forward = forward_chunk(run.decoder, node, chunk, writes=True, keeps_inputs=keeps_inputs)
+        forward = forward_chunk(run, node, chunk, writes=True, keeps_inputs=keeps_inputs)
         if chunk is node.chunks[0]:
             node.check_staging()
         if temperature is not None:
-            assert last_hidden is not None, "the first token of a scored node is predicted by its parent"
-            predicting = predicting_hidden(last_hidden, forward.hidden_BTE)
-            targets = node.token_ids[chunk.begin : chunk.end]
-            scores = score_tokens(run.decoder, predicting, targets, temperature)
-            logprobs.append(scores[0])
-            entropies.append(scores[1])
-        last_hidden = forward.hidden_BTE[0, -1:].clone()
+            score_chunk(run, node, chunk, forward.hidden_BTE, temperature=temperature, into_2T=scores_2T)
         run.watch.advance(chunk.num_tokens)
-    node.last_hidden = last_hidden
-    empty = torch.empty(0, device=node.token_ids.device)
-    return Captured(
-        node,
-        torch.cat(logprobs) if logprobs else empty,
-        torch.cat(entropies) if entropies else empty,
-        forward if keeps_last_chunk else None,
-    )
+    assert forward is not None, "a node has a token"
+    node.last_hidden = _last_hidden(run, node, forward.hidden_BTE)
+    logprobs_T, entropies_T = run.context.all_reduce_sum(scores_2T, kind="scores") if run.is_divided else scores_2T
+    return Captured(node, logprobs_T, entropies_T, forward if keeps_last_chunk else None)
 
 
-def predicting_hidden(before_1E: Tensor, hidden_BTE: Tensor) -> Tensor:
-    """`[T, E]`: the hidden states that predict a chunk's tokens: the one before it and all of its own but the last."""
-    return torch.cat([before_1E, hidden_BTE[0, :-1]])
+def score_chunk(
+    run: Runner, node: NodeState, chunk: Chunk, hidden_BTE: Tensor, *, temperature: float, into_2T: Tensor
+) -> None:
+    """Put the logprobs and entropies that this rank's hidden states of a chunk give to the node's tokens.
+
+    Before the first chunk the parent's last hidden state predicts too, on the rank that ran it.
+    """
+    token_N = chunk_targets(run, node, chunk)
+    hidden_NE = hidden_BTE[0, : len(token_N)]
+    parent = node.parent
+    if chunk is node.chunks[0] and parent is not None and run.owns_last(parent):
+        assert parent.last_hidden is not None, "captured before its children"
+        token_N = torch.cat([token_N.new_zeros(1), token_N])
+        hidden_NE = torch.cat([parent.last_hidden, hidden_NE])
+    if len(token_N) > 0:
+        scores = score_tokens(run.decoder, hidden_NE, node.token_ids[token_N], temperature)
+        into_2T[:, token_N] = torch.stack(scores)
 
 
-def chunk_targets(node: NodeState, chunk: Chunk) -> Tensor:
-    """The tokens of the node that a chunk's own hidden states predict: one fewer than its tokens in the last chunk."""
-    return node.token_ids[chunk.begin + 1 : chunk.end + 1]
+def chunk_targets(run: Runner, node: NodeState, chunk: Chunk) -> Tensor:
+    """Which of the node's tokens this rank's hidden states of a chunk predict; the node's last one predicts none."""
+    token_N = run.own_tokens(node, chunk) + 1
+    return token_N[:-1] if chunk is node.chunks[-1] and run.owns_last(node) else token_N
+
+
+def _last_hidden(run: Runner, node: NodeState, hidden_BTE: Tensor) -> Tensor:
+    """`[1, E]` on every rank, from the one that ran the node's last token."""
+    owner = run.last_owner(node)
+    last = hidden_BTE[0, -1:].clone() if owner == run.context.rank else hidden_BTE.new_empty(1, hidden_BTE.shape[-1])
+    return run.context.start_broadcast(last, owner, kind="last_hidden").wait()

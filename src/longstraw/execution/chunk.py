@@ -14,7 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from longstraw.execution.runner import Runner
 from longstraw.execution.seams import ExtentSeam, LatentExtentSeam
+from longstraw.execution.split_seams import SplitExtentSeam, SplitHeads, SplitLatentSeam
 from longstraw.models.decoder import Decoder
 from longstraw.models.delta_net import RecurrentCache
 from longstraw.ops.attention import AttentionOutput
@@ -22,7 +24,7 @@ from longstraw.state.kinds import KeyValueKind, LatentKind, RecurrentKind
 from longstraw.state.node import Chunk, NodeState
 from longstraw.state.recurrent import Boundary
 
-Seam = ExtentSeam | LatentExtentSeam | RecurrentCache
+Seam = ExtentSeam | LatentExtentSeam | SplitExtentSeam | SplitLatentSeam | RecurrentCache
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,16 +55,17 @@ class ChunkForward:
 
 
 @torch.no_grad()
-def forward_chunk(decoder: Decoder, node: NodeState, chunk: Chunk, *, writes: bool, keeps_inputs: bool) -> ChunkForward:
+def forward_chunk(run: Runner, node: NodeState, chunk: Chunk, *, writes: bool, keeps_inputs: bool) -> ChunkForward:
     """Run a chunk without autograd. `writes` adds its state to the node; `keeps_inputs` saves what the pull needs."""
-    node.plan(range(decoder.num_layers), chunk, "forward")
-    hidden = decoder.embed(node.token_ids[None, chunk.begin : chunk.end])
-    start = node.start + chunk.begin
-    rotary = decoder.rotary(hidden, start)
+    decoder, tokens = run.decoder, run.tokens_to_run(node, chunk)
+    run.plan(node, range(decoder.num_layers), chunk, "forward")
+    hidden = decoder.embed(node.token_ids[None, tokens])
+    position_T = node.start + tokens
+    rotary = decoder.rotary(hidden, position_T)
     saved, selected = [], None
     for layer in range(decoder.num_layers):
-        _, seam = _seam(decoder, node, chunk, layer, _shared(decoder, layer, selected), writes=writes)
-        out = decoder.run_layer(layer, hidden, rotary, start=start, seam=seam)
+        _, seam = _seam(run, node, chunk, layer, _shared(decoder, layer, selected), writes=writes)
+        out = decoder.run_layer(layer, hidden, rotary, position_T=position_T, seam=seam)
         if writes and isinstance(seam, RecurrentCache):
             node.recurrent(layer).advance(_end_boundary(seam))
         if keeps_inputs and layer >= decoder.first_trained_layer:
@@ -73,7 +76,7 @@ def forward_chunk(decoder: Decoder, node: NodeState, chunk: Chunk, *, writes: bo
 
 
 def pull_chunk_by_layer(
-    decoder: Decoder,
+    run: Runner,
     node: NodeState,
     chunk: Chunk,
     layers: list[SavedLayer],
@@ -85,18 +88,19 @@ def pull_chunk_by_layer(
     Parameters' gradients accumulate in `.grad`, those of earlier keys in their extents. `d_ends` are the cotangents
     of the chunk's end boundaries per layer; returns those of its start boundaries. `layers` is emptied as it is used.
     """
+    decoder = run.decoder
     trained = range(decoder.first_trained_layer, decoder.num_layers)
-    node.plan(reversed(trained), chunk, "replay")
-    start = node.start + chunk.begin
-    rotary = decoder.rotary(d_hidden_BTE, start)
+    run.plan(node, reversed(trained), chunk, "replay")
+    position_T = node.start + run.tokens_to_run(node, chunk)
+    rotary = decoder.rotary(d_hidden_BTE, position_T)
     d_starts = [Boundary()] * decoder.num_layers
     d_hidden = d_hidden_BTE
     with torch.enable_grad():
         for layer in reversed(trained):
             saved = layers.pop()
             hidden = saved.hidden_BTE.detach().requires_grad_()
-            begin, seam = _seam(decoder, node, chunk, layer, saved.known)
-            out = decoder.run_layer(layer, hidden, rotary, start=start, seam=seam)
+            begin, seam = _seam(run, node, chunk, layer, saved.known)
+            out = decoder.run_layer(layer, hidden, rotary, position_T=position_T, seam=seam)
             outs, grads = [out], [d_hidden]
             _add_end_cotangents(outs, grads, seam, d_ends[layer])
             torch.autograd.backward(outs, grads)
@@ -104,30 +108,31 @@ def pull_chunk_by_layer(
             d_hidden = hidden.grad
             d_starts[layer] = _gradient_of(begin)
         if decoder.first_trained_layer == 0:
-            _pull_embedding(decoder, node, chunk, d_hidden)
+            _pull_embedding(run, node, chunk, d_hidden)
     return d_starts
 
 
 class ChunkGraph:
     """A chunk's forward with the graph of all its layers kept: one forward less, the memory of the whole chunk."""
 
-    def __init__(self, decoder: Decoder, node: NodeState, chunk: Chunk) -> None:
-        start = node.start + chunk.begin
-        self._node, self._chunk = node, chunk
+    def __init__(self, run: Runner, node: NodeState, chunk: Chunk) -> None:
+        decoder, tokens = run.decoder, run.tokens_to_run(node, chunk)
+        self._run, self._node, self._chunk = run, node, chunk
         self._seams: list[Seam] = []
         self._begins: list[Boundary] = []
-        first = self._first_trained_layer = decoder.first_trained_layer
-        node.plan(range(decoder.num_layers), chunk, "forward")
+        first = decoder.first_trained_layer
+        run.plan(node, range(decoder.num_layers), chunk, "forward")
         with torch.set_grad_enabled(first == 0):
-            hidden = decoder.embed(node.token_ids[None, chunk.begin : chunk.end])
-        rotary = decoder.rotary(hidden, start)
+            hidden = decoder.embed(node.token_ids[None, tokens])
+        position_T = node.start + tokens
+        rotary = decoder.rotary(hidden, position_T)
         selected = None
         for layer in range(decoder.num_layers):
             if layer == first and not hidden.requires_grad:
                 hidden.requires_grad_()  # the seams' constants must not cut the graph of the layers above
             with torch.set_grad_enabled(layer >= first):
-                begin, seam = _seam(decoder, node, chunk, layer, _shared(decoder, layer, selected))
-                hidden = decoder.run_layer(layer, hidden, rotary, start=start, seam=seam)
+                begin, seam = _seam(run, node, chunk, layer, _shared(decoder, layer, selected))
+                hidden = decoder.run_layer(layer, hidden, rotary, position_T=position_T, seam=seam)
             selected = _found(seam).selected_TS
             self._begins.append(begin)
             self._seams.append(seam)
@@ -138,8 +143,8 @@ class ChunkGraph:
         """As `pull_chunk_by_layer`, through the kept graph."""
         if not self._hidden.requires_grad:  # only the head is trained
             return [Boundary()] * len(self._begins)
-        trained = range(self._first_trained_layer, len(self._seams))
-        self._node.plan(reversed(trained), self._chunk, "backward")
+        trained = range(self._run.decoder.first_trained_layer, len(self._seams))
+        self._run.plan(self._node, reversed(trained), self._chunk, "backward")
         outs, grads = [self._hidden], [d_hidden_BTE]
         for seam, d_end in zip(self._seams, d_ends, strict=True):
             _add_end_cotangents(outs, grads, seam, d_end)
@@ -153,17 +158,22 @@ def _end_boundary(cache: RecurrentCache) -> Boundary:
 
 
 def _seam(
-    decoder: Decoder, node: NodeState, chunk: Chunk, layer: int, known: Known, *, writes: bool = False
+    run: Runner, node: NodeState, chunk: Chunk, layer: int, known: Known, *, writes: bool = False
 ) -> tuple[Boundary, Seam]:
     """The seam of a layer, and its start boundary as leaves of the graph, if there is one."""
-    match decoder.kinds[layer]:
+    match run.decoder.kinds[layer]:
         case RecurrentKind():
             begin = node.recurrent(layer).start(node.chunks.index(chunk))
             leaves = Boundary(_leaf(begin.conv_tail_BCW), _leaf(begin.matrix_BHKV))
-            return leaves, RecurrentCache(leaves.conv_tail_BCW, leaves.matrix_BHKV)
+            heads = SplitHeads(run, run.split(chunk)) if run.is_divided else None
+            return leaves, RecurrentCache(leaves.conv_tail_BCW, leaves.matrix_BHKV, heads)
         case LatentKind() as kind:
+            if run.is_divided:
+                return Boundary(), SplitLatentSeam(run, node, layer, chunk, kind, writes, known.selected_TS)
             return Boundary(), LatentExtentSeam(node, layer, chunk, kind, writes, known.selected_TS)
         case KeyValueKind(window):
+            if run.is_divided:
+                return Boundary(), SplitExtentSeam(run, node, layer, chunk, window, writes, known.attention)
             return Boundary(), ExtentSeam(node, layer, chunk, window, writes, known.attention)
 
 
@@ -176,9 +186,9 @@ def _shared(decoder: Decoder, layer: int, selected_below: Tensor | None) -> Know
 
 def _found(seam: Seam) -> Known:
     match seam:
-        case ExtentSeam():
+        case ExtentSeam() | SplitExtentSeam():
             return Known(attention=seam.known)
-        case LatentExtentSeam():
+        case LatentExtentSeam() | SplitLatentSeam():
             return Known(selected_TS=seam.selected_TS)
         case _:
             return NOTHING
@@ -204,7 +214,7 @@ def _add_end_cotangents(outs: list[Tensor], grads: list[Tensor], seam: Seam, d_e
             grads.append(grad)
 
 
-def _pull_embedding(decoder: Decoder, node: NodeState, chunk: Chunk, d_hidden_BTE: Tensor) -> None:
-    hidden = decoder.embed(node.token_ids[None, chunk.begin : chunk.end])
+def _pull_embedding(run: Runner, node: NodeState, chunk: Chunk, d_hidden_BTE: Tensor) -> None:
+    hidden = run.decoder.embed(node.token_ids[None, run.tokens_to_run(node, chunk)])
     if hidden.requires_grad:
         hidden.backward(d_hidden_BTE)

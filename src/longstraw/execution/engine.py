@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from longstraw.errors import InputError, StaleStateError
-from longstraw.execution.capture import Runner
+from longstraw.execution.agreement import Agreement
 from longstraw.execution.loss import LossTotals
 from longstraw.execution.progress import Progress, Silent, Stopwatch
+from longstraw.execution.runner import Runner
 from longstraw.execution.sample import sample_responses
 from longstraw.execution.score import score_trajectories
 from longstraw.execution.state import PromptState, Stamp
@@ -19,6 +20,7 @@ from longstraw.execution.transaction import GradientSums
 from longstraw.execution.update import capture_prompt, group_advantages, group_loss, num_tree_tokens, replay_group
 from longstraw.grpo.objective import GroupFunction, Objective, as_objective
 from longstraw.models.decoder import Decoder
+from longstraw.parallel.topology import Topology
 from longstraw.records import (
     ForwardBackwardReport,
     Prompt,
@@ -40,12 +42,13 @@ class Engine:
     the graph of one layer of one chunk, "chunk" that of a whole chunk (one forward less, more memory, same
     gradients). `residency`: where the state of prompts lives; with "host" it is fetched through `staging_bytes` of
     device memory, so that a longer prompt takes host memory only (slower, same gradients). `max_state_age`: by how
-    many optimizer steps a state may be older than the policy it is used with. The model stays usable as before; its
-    trained parameters' `.grad` is the engine's. Raises `UnsupportedError` before any memory is allocated if the model
-    or a feature of it is not supported.
+    many optimizer steps a state may be older than the policy it is used with. `topology`: the ranks that share the work
+    (`Topology.create`); those of a context axis make the same calls with the same inputs, those of a data axis have
+    groups of their own. The model stays usable as before; its trained parameters' `.grad` is the engine's. Raises
+    `UnsupportedError` before any memory is allocated if the model or a feature of it is not supported.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 (the settings of an engine, by keyword only)
         self,
         model: nn.Module,
         *,
@@ -55,6 +58,7 @@ class Engine:
         residency: Literal["device", "host"] = "device",
         staging_bytes: int = 2**30,
         max_state_age: int = 0,
+        topology: Topology | None = None,
         progress: Progress | None = None,
     ) -> None:
         if not isinstance(chunk_tokens, int) or chunk_tokens < 1:
@@ -77,6 +81,7 @@ class Engine:
         self._decoder = Decoder(model)
         self._chunk_tokens = chunk_tokens
         self._graph_scope = graph_scope
+        self._agreement = Agreement(topology or Topology.single(), self._decoder)
         self._residency: Residency = ON_DEVICE
         if residency == "host":
             self._residency = InHostMemory(self._decoder.device, staging_bytes)
@@ -104,7 +109,7 @@ class Engine:
         run = self._runner()
         total = num_responses * settings.max_new_tokens
         with self._decoder.driven(), run.watch.stage("sample", total):
-            return sample_responses(self._decoder, state.node, num_responses, settings, run.watch)
+            return sample_responses(run, state.node, num_responses, settings)
 
     def score(self, state: PromptState, responses: Sequence[Trajectory | Response]) -> list[Tensor]:
         """Logprobs of the trained tokens under the current policy, float32 `[R]` per response. No gradient."""
@@ -131,12 +136,15 @@ class Engine:
         checked = as_objective(objective)
         if not isinstance(checked, GroupFunction) and checked.needs_reference:
             self._decoder.check_reference()
-        if not groups:
+        if not groups and not self._agreement.may_be_idle:
             raise InputError("forward_backward: groups is empty.")
         for index, group in enumerate(groups):
             self._check_group(group, index)
         self._check_states(groups, states)
         advantages = group_advantages(groups, checked)
+        for group, advantages_G in zip(groups, advantages, strict=True):
+            self._agreement.check_inputs("group", group.prompt, *group.responses, advantages_G)
+        num_bytes_before = self._agreement.bytes_sent()
         run, totals = self._runner(), LossTotals()
         reasons: list[str] = []
         try:
@@ -163,24 +171,28 @@ class Engine:
             metrics=totals.metric_sums.means(),
             stage_seconds=run.watch.seconds,
             skipped_reasons=tuple(reasons),
+            bytes_sent=self._agreement.bytes_sent(since=num_bytes_before),
         )
 
     def optimizer_step(self, optimizer: torch.optim.Optimizer, max_grad_norm: float | None = None) -> StepReport:
         """The transaction: divide the sums once, clip by the global norm, step, raise the policy version.
 
         Leaves the final gradient in `.grad`; the next `forward_backward` starts from zero. When every group since the
-        last step was skipped it does not step. Raises `LongStrawError`, without stepping, when the gradient is not
-        finite.
+        last step was skipped, on all ranks, it does not step. Raises `LongStrawError`, without stepping, when the
+        gradient is not finite. With a topology gradients and denominators are summed over ranks first, so all ranks
+        step alike or none does, and must all call it; then copies of parameters are compared, and an error on all
+        ranks names the first that differs.
         """
         if max_grad_norm is not None and not max_grad_norm > 0:
             raise InputError(f"max_grad_norm must be positive or None, got {max_grad_norm}.")
-        denominator, has_gradient = self._denominator, self._has_gradient
+        denominator, has_gradient = self._agreement.sum_over_data(self._denominator, self._has_gradient)
         self._denominator, self._has_gradient = 0.0, False
         if not has_gradient:
             self._gradients.finish()
             reason = "no group since the last step gave a gradient"
             return StepReport(False, denominator, 0.0, self.policy_version, reason)
         divisor = denominator or 1.0
+        self._gradients.sum_over(self._agreement.sum_gradients)
         self._gradients.divide(divisor)
         try:
             norm = self._gradients.norm()
@@ -190,6 +202,7 @@ class Engine:
             self._gradients.finish()
         optimizer.step()
         self.policy_version += 1
+        self._agreement.compare_copies()
         return StepReport(True, divisor, norm, self.policy_version)
 
     def _replay(
@@ -211,6 +224,7 @@ class Engine:
                 state.free()
 
     def _capture(self, run: Runner, prompt: Prompt) -> PromptState:
+        self._agreement.check_inputs("prompt", prompt)
         captured = capture_prompt(run, prompt, constant=self.prompt_gradient == "stopped")
         return PromptState(prompt, captured, self._decoder, Stamp(self.policy_version, self._parameter_writes()))
 
@@ -220,7 +234,8 @@ class Engine:
 
     def _runner(self) -> Runner:
         watch = Stopwatch(self._progress)
-        return Runner(self._decoder, self._chunk_tokens, self._graph_scope, self._residency, watch)
+        context, order = self._agreement.context, self._agreement.token_order
+        return Runner(self._decoder, self._chunk_tokens, self._graph_scope, self._residency, watch, context, order)
 
     def _parameter_writes(self) -> int:
         """Changes whenever a trained parameter is written in place, by this engine's step or by anyone."""

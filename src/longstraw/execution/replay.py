@@ -11,9 +11,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from longstraw.execution.capture import Runner, chunk_targets, predicting_hidden
+from longstraw.execution.capture import chunk_targets, score_chunk
 from longstraw.execution.chunk import ChunkForward, ChunkGraph, forward_chunk, pull_chunk_by_layer
-from longstraw.execution.head import pull_tokens, score_tokens
+from longstraw.execution.head import pull_tokens
+from longstraw.execution.runner import Runner
 from longstraw.execution.score import capture_span
 from longstraw.execution.tree import SpanNode
 from longstraw.state.node import Chunk, NodeState
@@ -55,11 +56,12 @@ def _replay_in_one_graph(run: Runner, node: SpanNode, parent: NodeState, send: S
     """Replay a short leaf with a single forward: its graph is kept from score to pull, its state is never stored."""
     state = run.new_node(node.span.token_ids, parent, constant=False)
     chunk = state.chunks[0]
-    graph = ChunkGraph(run.decoder, state, chunk)
+    graph = ChunkGraph(run, state, chunk)
     if node.span.trained:
-        assert parent.last_hidden is not None, "the parent is alive while its children are replayed"
-        predicting = predicting_hidden(parent.last_hidden, graph.forward.hidden_BTE)
-        node.hold(*score_tokens(run.decoder, predicting, state.token_ids, node.span.temperature))
+        scores_2T = torch.zeros(2, len(node.span), device=state.token_ids.device)
+        hidden_BTE = graph.forward.hidden_BTE
+        score_chunk(run, state, chunk, hidden_BTE, temperature=node.span.temperature, into_2T=scores_2T)
+        node.hold(*(run.context.all_reduce_sum(scores_2T, kind="scores") if run.is_divided else scores_2T))
     run.watch.advance(chunk.num_tokens)
     for index in node.ending:
         send(index, node)
@@ -100,17 +102,17 @@ def _pull_chunk(
     forward: ChunkForward | None,
     d_ends: list[Boundary],
 ) -> list[Boundary]:
-    graph = ChunkGraph(run.decoder, state, chunk) if run.graph_scope == "chunk" else None
+    graph = ChunkGraph(run, state, chunk) if run.graph_scope == "chunk" else None
     if graph is not None:
         forward = graph.forward
     elif forward is None:
-        forward = forward_chunk(run.decoder, state, chunk, writes=False, keeps_inputs=True)
+        forward = forward_chunk(run, state, chunk, writes=False, keeps_inputs=True)
     d_hidden = _token_cotangents(run, state, chunk, trained, forward)
-    if chunk is state.chunks[-1] and state.d_last_hidden is not None:
+    if chunk is state.chunks[-1] and state.d_last_hidden is not None and run.owns_last(state):
         d_hidden[0, -1:] += state.d_last_hidden
     if graph is not None:
         return graph.pull(d_hidden, d_ends)
-    return pull_chunk_by_layer(run.decoder, state, chunk, forward.layers, d_hidden, d_ends)
+    return pull_chunk_by_layer(run, state, chunk, forward.layers, d_hidden, d_ends)
 
 
 def _token_cotangents(
@@ -118,22 +120,24 @@ def _token_cotangents(
 ) -> Tensor:
     """Cotangent `[1, T, E]` of a chunk's last hidden states from the node's own tokens that they predict."""
     d_hidden = torch.zeros_like(forward.hidden_BTE)
-    targets = chunk_targets(state, chunk)
-    if trained is not None and len(targets) > 0:
-        d_logprobs, d_entropies = _cotangents(trained, chunk.begin + 1, chunk.begin + 1 + len(targets))
-        predicting = forward.hidden_BTE[0, : len(targets)]
-        d_hidden[0, : len(targets)] = pull_tokens(
-            run.decoder, predicting, targets, trained.span.temperature, d_logprobs, d_entropies
+    token_N = chunk_targets(run, state, chunk)
+    if trained is not None and len(token_N) > 0:
+        predicting = forward.hidden_BTE[0, : len(token_N)]
+        targets, cotangents = state.token_ids[token_N], _cotangents(trained, token_N)
+        d_hidden[0, : len(token_N)] = pull_tokens(
+            run.decoder, predicting, targets, trained.span.temperature, *cotangents
         )
     return d_hidden
 
 
 def _pull_first_token(run: Runner, state: NodeState, parent: NodeState, trained: SpanNode) -> None:
-    """A node's first token is predicted by its parent's last hidden state."""
+    """A node's first token is predicted by its parent's last hidden state, on the rank that ran it."""
+    if not run.owns_last(parent):
+        return
     assert parent.last_hidden is not None, "the parent is alive while its children are replayed"
-    d_logprobs, d_entropies = _cotangents(trained, 0, 1)
-    targets = state.token_ids[:1]
-    d_hidden = pull_tokens(run.decoder, parent.last_hidden, targets, trained.span.temperature, d_logprobs, d_entropies)
+    first = torch.zeros(1, dtype=torch.int64, device=state.token_ids.device)
+    targets, cotangents = state.token_ids[first], _cotangents(trained, first)
+    d_hidden = pull_tokens(run.decoder, parent.last_hidden, targets, trained.span.temperature, *cotangents)
     if parent.d_last_hidden is not None:
         parent.d_last_hidden += d_hidden
 
@@ -148,6 +152,6 @@ def _send_to_parent(run: Runner, parent: NodeState, d_starts: list[Boundary]) ->
             parent.recurrent(layer).d_end.add_(d_starts[layer])
 
 
-def _cotangents(node: SpanNode, begin: int, end: int) -> tuple[Tensor, Tensor]:
+def _cotangents(node: SpanNode, token_N: Tensor) -> tuple[Tensor, Tensor]:
     assert node.d_logprobs_T is not None and node.d_entropies_T is not None, "a trained span was scored"
-    return node.d_logprobs_T[begin:end], node.d_entropies_T[begin:end]
+    return node.d_logprobs_T[token_N], node.d_entropies_T[token_N]

@@ -11,21 +11,19 @@ import torch
 from torch import Tensor
 
 from longstraw.execution.decode import ResponseBatch
-from longstraw.execution.progress import Stopwatch
-from longstraw.models.decoder import Decoder
+from longstraw.execution.runner import Runner
 from longstraw.ops.kernels import wide_dtype
 from longstraw.records import Response, SamplingSettings
 from longstraw.state.node import NodeState
 
 
 @torch.no_grad()
-def sample_responses(
-    decoder: Decoder, node: NodeState, num_responses: int, settings: SamplingSettings, watch: Stopwatch
-) -> list[Response]:
+def sample_responses(run: Runner, node: NodeState, num_responses: int, settings: SamplingSettings) -> list[Response]:
     """Draw responses in one batch until each has met a stop id or the token limit."""
     assert node.last_hidden is not None, "captured"
+    decoder = run.decoder
     generator = torch.Generator(device=decoder.device).manual_seed(settings.seed)
-    batch = ResponseBatch(decoder, node, num_responses, settings.max_new_tokens)
+    batch = ResponseBatch(run, node, num_responses, settings.max_new_tokens)
     stops = torch.tensor(settings.stop_ids, dtype=torch.int64, device=decoder.device)
     logits_GV = decoder.logits(node.last_hidden).expand(num_responses, -1)
     finished_G = torch.zeros(num_responses, dtype=torch.bool, device=decoder.device)
@@ -38,7 +36,7 @@ def sample_responses(
         stopped_G = torch.isin(tokens_G, stops) & ~finished_G
         lengths_G[stopped_G] = step + 1
         finished_G |= stopped_G
-        watch.advance(num_responses)
+        run.watch.advance(num_responses)
         if bool(finished_G.all()) or step + 1 == settings.max_new_tokens:
             break
         logits_GV = decoder.logits(batch.step(tokens_G))

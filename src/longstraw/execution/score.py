@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from longstraw.execution.capture import Captured, Runner, capture_node
+from longstraw.execution.capture import Captured, capture_node
+from longstraw.execution.runner import Runner
 from longstraw.execution.tree import SpanNode, build_tree
 from longstraw.records import Response, Trajectory
 from longstraw.state.node import NodeState

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -39,6 +39,18 @@ class GradientSums:
                 handle.remove()
             self._show()
             self._starts_fresh = False
+
+    def sum_over(self, reduce: Callable[[dict[str, Tensor | None]], Mapping[str, Tensor | None]]) -> None:
+        """Replace the sums of this rank by those of all ranks, float32 at least."""
+        mine = {name: self._total(parameter) for name, parameter in self._parameters.items()}
+        for name, total in reduce(mine).items():
+            parameter = self._parameters[name]
+            if total is None or total is mine[name]:
+                continue
+            if parameter.dtype.itemsize < 4:
+                self._wide[parameter] = total
+            else:
+                parameter.grad = total
 
     def divide(self, denominator: float) -> None:
         """The one division of the update."""

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from longstraw.execution.capture import Captured, Runner, capture_node
+from longstraw.execution.capture import Captured, capture_node
 from longstraw.execution.chunk import ChunkForward
 from longstraw.execution.loss import GroupFunctionLoss, LossTotals, ObjectiveLoss
 from longstraw.execution.replay import pull_node, replay_subtree
+from longstraw.execution.runner import Runner
 from longstraw.execution.score import Scores, score_trajectories
 from longstraw.execution.tree import build_tree, walk
 from longstraw.grpo.objective import GroupFunction, Objective

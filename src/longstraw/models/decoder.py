@@ -65,6 +65,11 @@ class Decoder:
         parameters = self.model.named_parameters()
         return {name: p for name, p in parameters if p.requires_grad and not _in_indexer(name)}
 
+    @property
+    def delta_net_heads(self) -> list[tuple[int, int]]:
+        """Key and value heads of every gated DeltaNet layer."""
+        return [(module.num_k_heads, module.num_v_heads) for module in self._delta_nets]
+
     def recurrent(self, layer: int) -> bool:
         return isinstance(self.kinds[layer], RecurrentKind)
 
@@ -108,9 +113,9 @@ class Decoder:
         """`[B, T, E]`, with gradient to the embedding where it is trained."""
         return self._family.scale_embedding(self._body.embed_tokens(token_ids_BT), self._config)
 
-    def rotary(self, like_BTE: Tensor, start: int) -> Rotary:
-        """Rotary cos and sin of the positions from `start` on, by layer type."""
-        positions = torch.arange(start, start + like_BTE.shape[1], device=like_BTE.device)[None]
+    def rotary(self, like_BTE: Tensor, position_T: Tensor) -> Rotary:
+        """Rotary cos and sin of the positions, by layer type."""
+        positions = position_T[None]
         with torch.no_grad():
             if self._family.rotary_by_layer_type:
                 kinds = set(self.layer_types)
@@ -123,14 +128,13 @@ class Decoder:
         hidden_BTE: Tensor,
         rotary: Rotary,
         *,
-        start: int,
+        position_T: Tensor,
         seam: AttentionSeam | LatentSeam | RecurrentCache,
     ) -> Tensor:
-        """One decoder layer on consecutive tokens from position `start`; state goes in and out through the seam."""
+        """One decoder layer on tokens at these positions; state goes in and out through the seam."""
         kind = self.layer_types[index]
-        positions = torch.arange(start, start + hidden_BTE.shape[1], device=hidden_BTE.device)[None]
         layer = self._layers[index]
-        common = {"position_embeddings": rotary[kind], "position_ids": positions, "attention_mask": None}
+        common = {"position_embeddings": rotary[kind], "position_ids": position_T[None], "attention_mask": None}
         if isinstance(seam, RecurrentCache):
             out = layer(hidden_BTE, **common, cache=seam)
         else:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,22 @@ from longstraw.ops.delta_rule import gated_delta_rule
 StockDeltaNet = Any  # the nn.Module of a family in `_PROJECTIONS`; the library declares no common type
 
 
+class HeadExchange(Protocol):
+    """How ranks that each have some tokens of all heads trade them for all tokens of some heads."""
+
+    def to_heads(self, x_BTHD: Tensor) -> Tensor:
+        """From this rank's tokens to this rank's heads, all tokens in position order; differentiable."""
+        ...
+
+    def to_tokens(self, x_BTHD: Tensor) -> Tensor:
+        """The way back."""
+        ...
+
+    def own(self, x_H: Tensor) -> Tensor:
+        """This rank's share of what is laid out by heads along the first dim."""
+        ...
+
+
 @dataclass(eq=False)
 class RecurrentCache:
     """The one-layer cache of a DeltaNet layer: what earlier tokens left, and, once the layer ran, what these leave.
@@ -39,6 +55,7 @@ class RecurrentCache:
 
     conv_tail: Tensor | None  # [B, C, w], inputs of the convolution, model dtype
     matrix_state: Tensor | None  # float32 [B, H, K, V]
+    heads: HeadExchange | None = None  # with it the tokens are a share of a chunk, and C and H are a share too
     new_conv_tail: Tensor | None = None
     new_matrix_state: Tensor | None = None
 
@@ -50,27 +67,66 @@ def delta_net_forward(module: StockDeltaNet, hidden_BTE: Tensor, *, cache: Recur
     """
     before = RecurrentCache(None, None) if cache is None else cache
     mixed_BTC, gate_BTHV, b_BTH, a_BTH = _projections(module)(module, hidden_BTE)
+    weights = _Weights(module.conv1d.weight.squeeze(1), module.conv1d.bias, module.A_log, module.dt_bias)
+    heads, degree = before.heads, 1
+    if heads is not None:
+        mixed_BTC, b_BTH, a_BTH = _to_heads(module, heads, mixed_BTC, b_BTH, a_BTH)
+        weights, degree = _own_weights(module, heads, weights), module.num_v_heads // b_BTH.shape[-1]
     conv_BCT, new_conv_tail = causal_conv(
-        mixed_BTC.transpose(1, 2),
-        module.conv1d.weight.squeeze(1),
-        bias_C=module.conv1d.bias,
-        tail_BCw=before.conv_tail,
+        mixed_BTC.transpose(1, 2), weights.conv_Cw, bias_C=weights.conv_bias_C, tail_BCw=before.conv_tail
     )
     mixed_BTC = ACT2FN[module.activation](conv_BCT.transpose(1, 2))
-    q_BTQ, k_BTQ, v_BTQ = mixed_BTC.split([module.key_dim, module.key_dim, module.value_dim], -1)
+    widths = [module.key_dim // degree, module.key_dim // degree, module.value_dim // degree]
+    q_BTQ, k_BTQ, v_BTQ = mixed_BTC.split(widths, -1)
     out_BTHV, new_matrix_state = gated_delta_rule(
         q_BTQ.unflatten(-1, (-1, module.head_k_dim)),
         k_BTQ.unflatten(-1, (-1, module.head_k_dim)),
         v_BTHV=v_BTQ.unflatten(-1, (-1, module.head_v_dim)),
         # At least float32: in half precision exp of a log rate overflows.
-        log_decay_BTH=-_wide(module.A_log).exp() * functional.softplus(_wide(a_BTH) + module.dt_bias),
+        log_decay_BTH=-_wide(weights.a_log_H).exp() * functional.softplus(_wide(a_BTH) + weights.dt_bias_H),
         beta_BTH=b_BTH.sigmoid(),
         initial_state_BHKV=before.matrix_state,
     )
     if cache is not None:
         cache.new_conv_tail, cache.new_matrix_state = new_conv_tail, new_matrix_state
+    if heads is not None:
+        out_BTHV = heads.to_tokens(out_BTHV)
     normed = module.norm(out_BTHV.reshape(-1, module.head_v_dim), gate_BTHV.reshape(-1, module.head_v_dim))
     return module.out_proj(normed.view(*hidden_BTE.shape[:2], -1))
+
+
+@dataclass(frozen=True, eq=False)
+class _Weights:
+    """What the recurrence multiplies by, of all heads or of a rank's."""
+
+    conv_Cw: Tensor
+    conv_bias_C: Tensor | None
+    a_log_H: Tensor
+    dt_bias_H: Tensor
+
+
+def _to_heads(
+    module: StockDeltaNet, heads: HeadExchange, mixed_BTC: Tensor, b_BTH: Tensor, a_BTH: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Convolution inputs, b and a of this rank's heads at all tokens, in one exchange: packed by key head."""
+    num_key_heads, per_key_head = module.num_k_heads, module.num_v_heads // module.num_k_heads
+    q, k, v = (x.unflatten(-1, (num_key_heads, -1)) for x in mixed_BTC.split(_channel_widths(module), -1))
+    parts = [q, k, v, *(x.unflatten(-1, (num_key_heads, per_key_head)) for x in (b_BTH, a_BTH))]
+    packed = heads.to_heads(torch.cat(parts, -1))
+    q, k, v, b, a = (x.flatten(2) for x in packed.split([part.shape[-1] for part in parts], -1))
+    return torch.cat([q, k, v], -1), b, a
+
+
+def _own_weights(module: StockDeltaNet, heads: HeadExchange, weights: _Weights) -> _Weights:
+    def channels(x_C: Tensor) -> Tensor:
+        return torch.cat([heads.own(part) for part in x_C.split(_channel_widths(module))])
+
+    bias = None if weights.conv_bias_C is None else channels(weights.conv_bias_C)
+    return _Weights(channels(weights.conv_Cw), bias, heads.own(weights.a_log_H), heads.own(weights.dt_bias_H))
+
+
+def _channel_widths(module: StockDeltaNet) -> list[int]:
+    return [module.key_dim, module.key_dim, module.value_dim]
 
 
 @contextmanager

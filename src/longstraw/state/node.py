@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Literal
 
 import torch
@@ -25,14 +26,24 @@ Reader = Literal["forward", "backward", "replay"]
 
 @dataclass(frozen=True)
 class Chunk:
-    """Tokens begin to end of a node, the unit of execution."""
+    """Tokens begin to end of a node, the unit of execution.
+
+    Where a chunk is divided over ranks, this one keeps the state of some of its tokens: `own_begin` to `own_end` of all
+    that it keeps of the node, in position order. One process keeps all.
+    """
 
     begin: int
     end: int
+    own_begin: int
+    own_end: int
 
     @property
     def num_tokens(self) -> int:
         return self.end - self.begin
+
+    @property
+    def num_own_tokens(self) -> int:
+        return self.own_end - self.own_begin
 
 
 class NodeState:
@@ -50,6 +61,7 @@ class NodeState:
         parent: NodeState | None,
         *,
         chunk_tokens: int,
+        num_own_tokens: Sequence[int],  # of each chunk: those whose state this rank keeps
         kinds: Sequence[LayerKind],
         constant: bool,
         residency: Residency = ON_DEVICE,
@@ -60,9 +72,12 @@ class NodeState:
         self.residency = residency
         self.chunk_tokens = chunk_tokens
         self.start: int = 0 if parent is None else parent.end
+        ends = [0, *accumulate(num_own_tokens)]
         self.chunks = [
-            Chunk(begin, min(begin + chunk_tokens, len(token_ids))) for begin in range(0, len(token_ids), chunk_tokens)
+            Chunk(begin, min(begin + chunk_tokens, len(token_ids)), ends[index], ends[index + 1])
+            for index, begin in enumerate(range(0, len(token_ids), chunk_tokens))
         ]
+        self._num_own_tokens = ends[-1]
         self._kinds = kinds
         self.layers: list[LayerState] = [self._layer_state(index, kind) for index, kind in enumerate(kinds)]
         self.last_hidden: Tensor | None = None
@@ -75,10 +90,11 @@ class NodeState:
                 begin = Boundary() if self.parent is None else self.parent.recurrent(index).end
                 return RecurrentState(begin, keep_starts=not self.constant, residency=self.residency)
             case LatentKind():
-                return LatentState(start=self.start, num_tokens=len(self.token_ids), residency=self.residency)
+                return LatentState(start=self.start, num_tokens=self._num_own_tokens, residency=self.residency)
             case KeyValueKind(window):
-                keep = max(1, window - 1) if window is not None and self.constant else None
-                num_tokens = len(self.token_ids)
+                is_whole = self._num_own_tokens == len(self.token_ids)  # else a window is cut by position
+                keep = max(1, window - 1) if window is not None and self.constant and is_whole else None
+                num_tokens = self._num_own_tokens
                 return KeyValueState(
                     start=self.start, num_tokens=num_tokens, keep_tokens=keep, residency=self.residency
                 )
@@ -132,7 +148,7 @@ class NodeState:
 
     def _own_end(self, chunk: Chunk) -> int | None:
         """Up to which of the node's tokens a chunk reads its own node: a constant holds no more than that."""
-        return None if self.constant else chunk.begin
+        return None if self.constant else chunk.own_begin
 
     def plan(self, layers: Iterable[int], chunk: Chunk, reader: Reader) -> None:
         """Tell where the path's state lives that a chunk is about to run through layers, in which order: a hint."""

@@ -1,0 +1,122 @@
+"""The axes of a job: how many ranks divide groups of responses (data), tokens (context) and experts (expert), and who.
+
+`data * context` is the number of processes; consecutive ranks are one context axis. The expert axis divides experts'
+parameters over ranks that the other two axes use as well: consecutive ranks too, any number that divides all.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from longstraw.errors import InputError, UnsupportedError
+from longstraw.parallel.ownership import Order
+
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True, eq=False)
+class Axis:
+    """One axis as this process sees it."""
+
+    degree: int = 1
+    rank: int = 0  # of this process on the axis
+    group: dist.ProcessGroup | None = None  # None: of degree 1, nothing to communicate
+    device: torch.device = CPU  # where tensors are when they travel
+
+
+@dataclass(frozen=True, eq=False)
+class Topology:
+    """The axes of a job. Made once, passed as an argument; `Topology.single()` is one process without groups."""
+
+    data: Axis = field(default_factory=Axis)
+    context: Axis = field(default_factory=Axis)
+    expert: Axis = field(default_factory=Axis)
+    expert_copies: Axis = field(default_factory=Axis)  # the ranks with the same experts as this one
+    world: Axis = field(default_factory=Axis)
+    token_order: Order = "zigzag"
+    compares_copies: bool = True
+
+    @classmethod
+    def single(cls) -> Topology:
+        """One process."""
+        return cls()
+
+    @classmethod
+    def create(
+        cls,
+        *,
+        context: int = 1,
+        data: int = 1,
+        expert: int = 1,
+        token_order: Order = "zigzag",
+        compares_copies: bool = True,
+    ) -> Topology:
+        """The axes of these degrees in the initialised process group. Collective: all ranks call it, alike.
+
+        `token_order`: how a chunk's tokens are dealt to the ranks of the context axis, see `ownership`.
+        `compares_copies`: after each step compare a digest of the parameters over ranks.
+
+        Without a process group only degrees of 1 are possible. Raises `InputError`, the same on all ranks and before
+        anything is sent, if a degree is below 1 or the degrees do not fit the number of processes.
+        """
+        num_processes = dist.get_world_size() if dist.is_initialized() else 1
+        check_degrees(num_processes, context=context, data=data, expert=expert)
+        if num_processes == 1:
+            return cls.single()
+        device_type = "cuda" if "nccl" in dist.get_backend() else "cpu"
+        device = torch.device(device_type, torch.cuda.current_device()) if device_type == "cuda" else CPU
+        data_axis, context_axis = _mesh_axes(device, (data, context), ("data", "context"))
+        if expert == 1:
+            copies, expert_axis = Axis(num_processes, dist.get_rank(), dist.group.WORLD, device), Axis(device=device)
+        elif expert == context:
+            copies, expert_axis = data_axis, context_axis
+        else:
+            copies, expert_axis = _mesh_axes(device, (num_processes // expert, expert), ("expert_copies", "expert"))
+        world = Axis(num_processes, dist.get_rank(), dist.group.WORLD, device)
+        return cls(data_axis, context_axis, expert_axis, copies, world, token_order, compares_copies)
+
+    def check_heads(self, num_key_heads: int, num_value_heads: int) -> None:
+        """Raise `UnsupportedError` unless the context axis divides a DeltaNet layer's heads; the same on all ranks."""
+        degree = self.context.degree
+        if num_key_heads % degree or num_value_heads % degree:
+            raise UnsupportedError(
+                f"context={degree} does not divide the DeltaNet layers' {num_key_heads} key heads and "
+                f"{num_value_heads} value heads, which the ranks share out; set context to a divisor of both."
+            )
+
+    def check_experts(self, num_experts: int) -> None:
+        """Raise `UnsupportedError` unless the expert axis divides a layer's routed experts; the same on all ranks."""
+        if num_experts % self.expert.degree:
+            raise UnsupportedError(
+                f"expert={self.expert.degree} does not divide the model's {num_experts} routed experts; "
+                "set expert to a divisor of that number."
+            )
+
+
+def check_degrees(num_processes: int, *, context: int, data: int, expert: int) -> None:
+    """Raise `InputError` if the degrees are not positive or do not fit so many processes."""
+    for name, degree in (("context", context), ("data", data), ("expert", expert)):
+        if degree < 1:
+            raise InputError(f"{name} must be at least 1, got {degree}.")
+    if data * context != num_processes:
+        raise InputError(
+            f"data={data} times context={context} needs {data * context} processes, but there are {num_processes}; "
+            f"start {data * context} (torchrun --nproc-per-node) or change the degrees."
+        )
+    if num_processes % expert:
+        raise InputError(
+            f"expert={expert} does not divide the {num_processes} processes; set expert to a divisor of that number."
+        )
+
+
+def _mesh_axes(device: torch.device, degrees: tuple[int, int], names: tuple[str, str]) -> tuple[Axis, Axis]:
+    mesh = init_device_mesh(device.type, degrees, mesh_dim_names=names)
+    outer, inner = (
+        Axis(degree, mesh.get_local_rank(name), mesh.get_group(name), device) if degree > 1 else Axis(device=device)
+        for degree, name in zip(degrees, names, strict=True)
+    )
+    return outer, inner
