@@ -33,7 +33,8 @@ class AdapterConfig(Section):
     alpha: Annotated[float, Field(gt=0)] | None = None
     """Numerator of the adapter's scale alpha / r; null is 2 * r."""
     target_modules: str | Names = "all-linear"
-    """Module names that get an adapter, as in peft: a list of names, one regular expression, or `all-linear`."""
+    """Names of linear layers that get an adapter: a list of names, one regular expression, or `all-linear` (all but the
+    head and the indexers of sparse attention)."""
     target_parameters: Names = ()
     """Names of bare parameters that get an adapter, as in peft: the fused experts of mixture-of-experts models."""
 

@@ -1,11 +1,14 @@
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from longstraw.errors import InputError
+from longstraw.models.adapters import LoraSettings, with_adapter
 from longstraw.models.saving import ADAPTER_WEIGHTS, load_adapter, save_trained
+from longstraw.models.tiny import random_model, tiny_config
+from tiny import random_ids
 
 # Upstream's own deprecation, transformers 5.24 with peft 0.21.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
@@ -81,3 +84,26 @@ def test_an_adapter_with_missing_weights_is_refused(tmp_path):
     save_file(weights, tmp_path / ADAPTER_WEIGHTS)
     with pytest.raises(InputError, match=r"lacks base_model.*lora_A"):
         load_adapter(adapted(), tmp_path)
+
+
+@pytest.mark.parametrize("experts", [[], ["experts.gate_up_proj", "experts.down_proj"]], ids=["linear", "experts too"])
+@pytest.mark.parametrize("name", ["glm_moe_dsa", "deepseek_v3", "qwen3_next", "qwen3_moe", "llama"])
+def test_plain_peft_puts_a_saved_adapter_where_it_was_trained(name, experts, tmp_path):
+    """Shared experts and dense layers of mixture-of-experts models are named as peft reads fused experts."""
+    experts = [] if name == "llama" else experts
+    model = with_adapter(plain_model(name), LoraSettings(r=4, target_parameters=experts))
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            torch.nn.init.uniform_(parameter, -0.3, 0.3)
+    save_trained(model, tmp_path)
+    again = PeftModel.from_pretrained(plain_model(name), tmp_path)
+    ids = random_ids(40, 1)[None]
+    with torch.no_grad():
+        got, want, base_only = (m.eval()(ids, use_cache=False).logits for m in (again, model, plain_model(name)))
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-4)
+    assert float((want - base_only).abs().max()) > 0.1
+
+
+def plain_model(name):
+    torch.manual_seed(0)
+    return random_model(tiny_config(name), torch.float32)

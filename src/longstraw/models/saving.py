@@ -6,15 +6,21 @@ folder can be used by both without LongStraw.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from peft import PeftModel, get_peft_model_state_dict, set_peft_model_state_dict
+from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file
+from torch import nn
 from transformers import PreTrainedModel
 
 from longstraw.errors import InputError
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
+ADAPTER_CONFIG = "adapter_config.json"
+# What peft 0.21 reads as fused experts or routers of some mixture-of-experts models, wherever a target ends in it.
+REREAD_NAMES = ("gate_proj", "up_proj", "down_proj", "gate", "w1", "w2", "w3")
 
 
 def save_trained(model: PeftModel | PreTrainedModel, folder: Path) -> None:
@@ -22,6 +28,7 @@ def save_trained(model: PeftModel | PreTrainedModel, folder: Path) -> None:
     if isinstance(model, PeftModel):
         # The default would ask the hub whether the base's vocabulary grew; frozen embeddings are never ours to save.
         model.save_pretrained(str(folder), save_embedding_layers=False)
+        _keep_names_from_being_reread(model, folder / ADAPTER_CONFIG)
     else:
         model.save_pretrained(str(folder))
 
@@ -45,3 +52,25 @@ def load_adapter(model: PeftModel, folder: Path) -> None:
         raise InputError(f"checkpoint: the adapter in {folder} is not of the model's shape ({problem}).") from error
     if result.unexpected_keys:
         raise InputError(f"checkpoint: {path} holds {result.unexpected_keys[0]}, which the model does not have.")
+
+
+def _keep_names_from_being_reread(model: PeftModel, path: Path) -> None:
+    """Name shared experts and dense layers of mixture-of-experts models so that peft finds them again.
+
+    A weight is named as a parameter instead of its layer: the adapter is the same, under the same keys, and peft's
+    reading of old checkpoints leaves parameters alone.
+    """
+    base = model.get_base_model()
+    has_experts = any(name.endswith("experts") for name, _ in base.named_modules())
+    adapted = [
+        name
+        for name, module in base.named_modules()
+        if isinstance(module, LoraLayer) and isinstance(module.get_base_layer(), nn.Linear)
+    ]
+    reread = [name for name in adapted if name.rpartition(".")[2] in REREAD_NAMES]
+    if not (has_experts and reread):
+        return
+    config = json.loads(path.read_text(encoding="utf-8"))
+    config["target_modules"] = sorted(set(adapted) - set(reread))
+    config["target_parameters"] = [*(config["target_parameters"] or []), *(f"{name}.weight" for name in reread)]
+    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
