@@ -33,8 +33,7 @@ class AdapterConfig(Section):
     alpha: Annotated[float, Field(gt=0)] | None = None
     """Numerator of the adapter's scale alpha / r; null is 2 * r."""
     target_modules: str | Names = "all-linear"
-    """Names of linear layers that get an adapter: a list of names, one regular expression, or `all-linear` (all but the
-    head and the indexers of sparse attention)."""
+    """Linear layers that get an adapter: names, one regular expression, or `all-linear` (not the head, not indexers)."""
     target_parameters: Names = ()
     """Names of bare parameters that get an adapter, as in peft: the fused experts of mixture-of-experts models."""
 
