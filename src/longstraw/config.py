@@ -33,7 +33,7 @@ class AdapterConfig(Section):
     alpha: Annotated[float, Field(gt=0)] | None = None
     """Numerator of the adapter's scale alpha / r; null is 2 * r."""
     target_modules: str | Names = "all-linear"
-    """Linear layers that get an adapter: names, one regular expression, or `all-linear` (not the head, not indexers)."""
+    """Linear layers that get an adapter: names, one regular expression, or `all-linear` (not the head nor indexers)."""
     target_parameters: Names = ()
     """Names of bare parameters that get an adapter, as in peft: the fused experts of mixture-of-experts models."""
 
