@@ -21,8 +21,6 @@ BOUNDARY = 4 * 16 * 16 * 4 + 128 * 3 * 4
 ROW, INDEX_KEY = (16 + 8) * 4, 16 * 4
 STATE_SHAPES = [(2, 16), (24,), (16,)]  # of a token: keys or values, a row of latents, an index key
 BYTES_PER_TOKEN = {
-    ("deepseek_v3", "exact"): LAYERS * 2 * ROW + 8,
-    ("deepseek_v3", "stopped"): LAYERS * ROW + 8,
     ("glm_moe_dsa", "exact"): LAYERS * 2 * ROW + 2 * INDEX_KEY + 8,
     ("glm_moe_dsa", "stopped"): LAYERS * ROW + 2 * INDEX_KEY + 8,
     ("llama", "exact"): LAYERS * 2 * KEY_VALUE + 8,
@@ -47,7 +45,7 @@ def peak_of_update(engine, num_prompt_tokens, num_responses, on_tensor=None):
         return tracker.peak_bytes, tracker.live_bytes
 
 
-@pytest.fixture(params=["llama", "qwen3", "qwen3_5_text", "deepseek_v3", "glm_moe_dsa"])
+@pytest.fixture(params=["llama", "qwen3", "qwen3_5_text", "glm_moe_dsa"])
 def name(request):
     return request.param
 
