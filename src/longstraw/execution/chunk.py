@@ -166,7 +166,7 @@ def _seam(
             begin = node.recurrent(layer).start(node.chunks.index(chunk))
             leaves = Boundary(_leaf(begin.conv_tail_BCW), _leaf(begin.matrix_BHKV))
             heads = SplitHeads(run, run.split(chunk)) if run.is_divided else None
-            return leaves, RecurrentCache(leaves.conv_tail_BCW, leaves.matrix_BHKV, heads)
+            return leaves, RecurrentCache(leaves.conv_tail_BCW, leaves.matrix_BHKV, heads=heads)
         case LatentKind() as kind:
             if run.is_divided:
                 return Boundary(), SplitLatentSeam(run, node, layer, chunk, kind, writes, known.selected_TS)

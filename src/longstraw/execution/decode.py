@@ -149,7 +149,7 @@ class ResponseBatch:
         selected_below = None
         for index, layer in enumerate(self._layers):
             if isinstance(layer, Boundary):
-                seam = RecurrentCache(layer.conv_tail_BCW, layer.matrix_BHKV, self._heads)
+                seam = RecurrentCache(layer.conv_tail_BCW, layer.matrix_BHKV, heads=self._heads)
                 hidden = self._decoder.run_layer(index, hidden, rotary, position_T=position_T, seam=seam)
                 self._layers[index] = Boundary(seam.new_conv_tail, seam.new_matrix_state)
                 continue

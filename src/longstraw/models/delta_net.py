@@ -55,9 +55,9 @@ class RecurrentCache:
 
     conv_tail: Tensor | None  # [B, C, w], inputs of the convolution, model dtype
     matrix_state: Tensor | None  # float32 [B, H, K, V]
-    heads: HeadExchange | None = None  # with it the tokens are a share of a chunk, and C and H are a share too
     new_conv_tail: Tensor | None = None
     new_matrix_state: Tensor | None = None
+    heads: HeadExchange | None = None  # with it the tokens are a share of a chunk, and C and H are a share too
 
 
 def delta_net_forward(module: StockDeltaNet, hidden_BTE: Tensor, *, cache: RecurrentCache | None) -> Tensor:
