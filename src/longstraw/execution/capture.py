@@ -46,7 +46,7 @@ def capture_node(
         run.watch.advance(chunk.num_tokens)
     assert forward is not None, "a node has a token"
     node.last_hidden = _last_hidden(run, node, forward.hidden_BTE)
-    logprobs_T, entropies_T = run.context.all_reduce_sum(scores_2T, kind="scores") if run.is_divided else scores_2T
+    logprobs_T, entropies_T = run.sum_over_context(scores_2T, kind="scores")
     return Captured(node, logprobs_T, entropies_T, forward if keeps_last_chunk else None)
 
 

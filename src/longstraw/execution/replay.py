@@ -61,7 +61,7 @@ def _replay_in_one_graph(run: Runner, node: SpanNode, parent: NodeState, send: S
         scores_2T = torch.zeros(2, len(node.span), device=state.token_ids.device)
         hidden_BTE = graph.forward.hidden_BTE
         score_chunk(run, state, chunk, hidden_BTE, temperature=node.span.temperature, into_2T=scores_2T)
-        node.hold(*(run.context.all_reduce_sum(scores_2T, kind="scores") if run.is_divided else scores_2T))
+        node.hold(*run.sum_over_context(scores_2T, kind="scores"))
     run.watch.advance(chunk.num_tokens)
     for index in node.ending:
         send(index, node)

@@ -70,6 +70,10 @@ class Runner:
         last = node.chunks[-1]
         return self.split(last).owner(last.num_tokens - 1)
 
+    def sum_over_context(self, share: Tensor, *, kind: str) -> Tensor:
+        """The sum of what the ranks of the context axis have; of one process, itself."""
+        return self.context.all_reduce_sum(share, kind=kind) if self.is_divided else share
+
     def plan(self, node: NodeState, layers: Iterable[int], chunk: Chunk, reader: Reader) -> None:
         """Let state in host memory look ahead. Exchanges between ranks fetch as they go."""
         if not self.is_divided:

@@ -17,13 +17,12 @@ from torch import Tensor
 
 from longstraw.execution.runner import Runner
 from longstraw.execution.split_seams import divided_index_keys, divided_rows, owned_keys
-from longstraw.ops.attention import KeyRun, attend_shared
+from longstraw.ops.attention import NO_KEYS, KeyRun, attend_shared
 from longstraw.ops.index_scan import IndexRun
 from longstraw.ops.kernels import wide_dtype
 from longstraw.ops.sparse_latent import attend_selected_per_row
-from longstraw.parallel.context import OwnedKeys
+from longstraw.parallel.context import OwnedKeys, merge_over_ranks
 from longstraw.parallel.exchange import Exchange
-from longstraw.parallel.partials import NO_KEYS, merge_parts
 from longstraw.parallel.selected_rows import DividedIndexKeys, gathered_index_runs
 from longstraw.parallel.streamed_rows import DividedRows
 from longstraw.state.node import NodeState
@@ -92,7 +91,7 @@ class DividedKeys:
     owned: list[OwnedKeys]
 
     def attend(self, q_HGD: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-        return _merged(self.exchange, *attend_shared(q_HGD, [each.run for each in self.owned], scale))
+        return merge_over_ranks(*attend_shared(q_HGD, [each.run for each in self.owned], scale), self.exchange)
 
     def since(self, position: int) -> DividedKeys:
         kept = []
@@ -117,7 +116,7 @@ class DividedLatents:
 
     def attend(self, q_HGD: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         runs = [each.mine for each in self.rows if each.mine is not None]
-        return _merged(self.exchange, *attend_shared(q_HGD, runs, scale))
+        return merge_over_ranks(*attend_shared(q_HGD, runs, scale), self.exchange)
 
     def since(self, position: int) -> DividedLatents:
         raise NotImplementedError("latent layers have no window")
@@ -131,7 +130,7 @@ class DividedLatents:
         lse_GH = scores_GHS.logsumexp(-1).clamp(min=NO_KEYS)
         weights_GHS = (scores_GHS - lse_GH[..., None]).exp()
         out_GHV = weights_GHS.to(q_GHW.dtype) @ rows_GSW[..., :value_width]
-        return _merged(self.exchange, out_GHV.to(lse_GH.dtype), lse_GH)[0].to(q_GHW.dtype)
+        return merge_over_ranks(out_GHV.to(lse_GH.dtype), lse_GH, self.exchange)[0].to(q_GHW.dtype)
 
     def _gather(self, selected_GS: Tensor, own_GNW: Tensor) -> tuple[Tensor, Tensor]:
         """Selected rows that this rank keeps, and which they are. A response's own, on every rank, are the first's."""
@@ -196,11 +195,3 @@ def shared_index_keys(run: Runner, node: NodeState, layer: int) -> SharedIndexKe
     if not run.is_divided:
         return WholeIndexKeys(node.index_runs(layer))
     return DividedIndexRuns(run.context, divided_index_keys(run, node, layer, None))
-
-
-def _merged(exchange: Exchange, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Every rank's partial result over the keys it keeps, as one."""
-    packed = torch.cat([out, lse[..., None]], -1)[None]
-    parts = exchange.all_gather_tokens(packed, [1] * exchange.degree, dim=0, kind="partial_outputs")
-    merged = merge_parts([part[0] for part in parts])
-    return merged.out_HTD, merged.lse_HT

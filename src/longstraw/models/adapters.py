@@ -71,7 +71,7 @@ def linear_widths(model: nn.Module) -> Iterator[tuple[str, int]]:
 
 def linear_layers_of_indexers(model: nn.Module) -> list[str]:
     """Names of the linear layers that choose positions for sparse attention; no gradient reaches them."""
-    return [name for name, _ in linear_widths(model) if _is_in_indexer(name)]
+    return [name for name, _ in linear_widths(model) if is_in_indexer(name)]
 
 
 def check_targets(model: PreTrainedModel, settings: LoraSettings) -> None:
@@ -165,7 +165,7 @@ def _check_indexers(
     else:
         fitted = [name for name in modules if _any_fits(targets, name)]
     fitted += [name for name in parameters if _any_fits(settings.target_parameters, name)]
-    if fitted and all(map(_is_in_indexer, fitted)):
+    if fitted and all(map(is_in_indexer, fitted)):
         raise InputError(
             f"adapter: {listed(sorted({name.rpartition('.')[2] for name in fitted}))} are parts of indexers only, "
             "which choose positions and get no gradient, so the adapter would train nothing; "
@@ -173,7 +173,8 @@ def _check_indexers(
         )
 
 
-def _is_in_indexer(name: str) -> bool:
+def is_in_indexer(name: str) -> bool:
+    """Whether a module or parameter of that name belongs to an indexer."""
     return INDEXER in name.split(".")
 
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from longstraw.errors import UnsupportedError
+from longstraw.models.adapters import is_in_indexer
 from longstraw.models.delta_net import RecurrentCache, replaced_delta_nets
 from longstraw.models.families import family_of, layer_kinds, layer_types
 from longstraw.models.latent import LatentSeam, refuse_unfit_projection, replaced_latent_attentions
@@ -63,7 +64,7 @@ class Decoder:
     def trained_parameters(self) -> dict[str, nn.Parameter]:
         """Parameters that get a gradient: not an indexer's, whose choice is discrete, even where they require grad."""
         parameters = self.model.named_parameters()
-        return {name: p for name, p in parameters if p.requires_grad and not _in_indexer(name)}
+        return {name: p for name, p in parameters if p.requires_grad and not is_in_indexer(name)}
 
     @property
     def delta_net_heads(self) -> list[tuple[int, int]]:
@@ -151,7 +152,7 @@ class Decoder:
         if any(p.requires_grad for p in self._body.embed_tokens.parameters()):
             return 0
         for index, layer in enumerate(self._layers):
-            if any(p.requires_grad and not _in_indexer(name) for name, p in layer.named_parameters()):
+            if any(p.requires_grad and not is_in_indexer(name) for name, p in layer.named_parameters()):
                 return index
         return self.num_layers
 
@@ -176,9 +177,8 @@ class Decoder:
                 )
 
     def _warn_of_trained_indexers(self) -> None:
-        adapted = sorted(
-            {name.partition(".lora_")[0] for name, _ in self.model.named_parameters() if _in_indexer(name, ".lora_")}
-        )
+        adapters = [name for name, _ in self.model.named_parameters() if is_in_indexer(name) and ".lora_" in name]
+        adapted = sorted({name.partition(".lora_")[0] for name in adapters})
         if adapted:
             shown = ", ".join(adapted[:4]) + (f" and {len(adapted) - 4} more" if len(adapted) > 4 else "")
             warnings.warn(
@@ -186,7 +186,3 @@ class Decoder:
                 "discrete. Leave them out of target_modules.",
                 stacklevel=4,
             )
-
-
-def _in_indexer(name: str, part: str = "") -> bool:
-    return ".indexer." in name and part in name

@@ -131,14 +131,8 @@ class ChunkAttention(torch.autograd.Function):
         keys: ChunkKeys = ctx.keys
         run = _backward_window if keys.cuts_off_keys(q.shape[1]) else _backward_full
         dq, dk, dv = run(d_out, (q, k, v), out, lse, keys)
-        if keys.d_own_key_TKD is not None:
-            dk += keys.d_own_key_TKD.transpose(0, 1)
-        if keys.d_own_value_TKD is not None:
-            dv += keys.d_own_value_TKD.transpose(0, 1)
-        d_sinks = None
-        if sinks is not None:
-            delta_HT = (d_out.to(dq.dtype) * out.to(dq.dtype)).sum(-1)
-            d_sinks = -((sinks[:, None] - lse).exp() * delta_HT).sum(-1).to(sinks.dtype)
+        add_own_cotangents(dk, dv, keys.d_own_key_TKD, keys.d_own_value_TKD)
+        d_sinks = None if sinks is None else pull_sinks(sinks, d_out.to(dq.dtype), out, lse)
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), d_sinks, None
 
 
@@ -161,14 +155,14 @@ def attend_shared(q_HTD: Tensor, runs: Sequence[KeyRun], scale: float) -> tuple[
     lse = torch.full(q_HTD.shape[:-1], NO_KEYS, dtype=wide, device=q_HTD.device)
     for keys in _pieces(runs, KEYS_PER_FORWARD_CALL):
         num_key_heads = keys.key_NKD.shape[1]
-        part, part_lse = attend(_fold(q_HTD, num_key_heads), *_kernel_keys(keys), scale=scale)
+        part, part_lse = attend(fold(q_HTD, num_key_heads), *_kernel_keys(keys), scale=scale)
         out, lse = merge_partials(out, lse, _unfold(part, q_HTD.shape), part_lse.reshape(lse.shape))
     return out, lse
 
 
 def _forward_full(q: Tensor, k: Tensor, v: Tensor, keys: ChunkKeys) -> tuple[Tensor, Tensor]:
-    part, part_lse = attend(*_by_group(q, k, v), scale=keys.scale, causal=True)
-    out, lse = _join_groups(part).to(wide_dtype(q.dtype)), _join_groups(part_lse)
+    part, part_lse = attend(*by_group(q, k, v), scale=keys.scale, causal=True)
+    out, lse = join_groups(part).to(wide_dtype(q.dtype)), join_groups(part_lse)
     if not keys.earlier:
         return out, lse
     return merge_partials(*attend_shared(q, keys.earlier, keys.scale), out, lse)
@@ -181,17 +175,17 @@ def _backward_full(
     num_key_heads = k.shape[0]
     wide = wide_dtype(q.dtype)
     grads = attend_backward(
-        _groups(d_out, num_key_heads),
-        _by_group(q, k, v),
-        _groups(out, num_key_heads),
-        _groups(lse, num_key_heads),
+        groups(d_out, num_key_heads),
+        by_group(q, k, v),
+        groups(out, num_key_heads),
+        groups(lse, num_key_heads),
         scale=keys.scale,
         causal=True,
     )
-    dq, dk, dv = _join_groups(grads[0]).to(wide), grads[1].sum(0, dtype=wide), grads[2].sum(0, dtype=wide)
+    dq, dk, dv = join_groups(grads[0]).to(wide), grads[1].sum(0, dtype=wide), grads[2].sum(0, dtype=wide)
     if not keys.earlier:
         return dq, dk, dv
-    folded = [_fold(x, num_key_heads).contiguous() for x in (d_out, q, out)]
+    folded = [fold(x, num_key_heads).contiguous() for x in (d_out, q, out)]
     folded_lse = lse.reshape(1, num_key_heads, -1)
     for piece in _pieces(keys.earlier, keys.keys_per_backward_call, sums=True):
         # The CPU kernel gives each thread whole heads, so an odd number of them leaves cores idle. Halves of the keys
@@ -204,7 +198,7 @@ def _backward_full(
         )
         for share in part:
             dq += _unfold(share, q.shape)
-        _send(piece, _join_halves(d_key), _join_halves(d_value))
+        send_cotangents(piece, _join_halves(d_key), _join_halves(d_value))
     return dq, dk, dv
 
 
@@ -216,8 +210,8 @@ def _forward_window(q: Tensor, k: Tensor, v: Tensor, keys: ChunkKeys) -> tuple[T
     with _on_device(keys.visible(), sums=False) as earlier:
         for begin, end, pieces, mask in _window_blocks(q.shape[1], [*earlier, own], keys):
             block_k, block_v = _gather(pieces)
-            part, part_lse = attend(*_by_group(q[:, begin:end], block_k, block_v), scale=keys.scale, mask_TN=mask)
-            out[:, begin:end], lse[:, begin:end] = _join_groups(part), _join_groups(part_lse)
+            part, part_lse = attend(*by_group(q[:, begin:end], block_k, block_v), scale=keys.scale, mask_TN=mask)
+            out[:, begin:end], lse[:, begin:end] = join_groups(part), join_groups(part_lse)
     return out, lse
 
 
@@ -233,18 +227,18 @@ def _backward_window(
         for begin, end, pieces, mask in _window_blocks(q.shape[1], [*earlier, own], keys):
             block_k, block_v = _gather(pieces)
             part, d_key, d_value = attend_backward(
-                _groups(d_out[:, begin:end], num_key_heads),
-                _by_group(q[:, begin:end], block_k, block_v),
-                _groups(out[:, begin:end], num_key_heads),
-                _groups(lse[:, begin:end], num_key_heads),
+                groups(d_out[:, begin:end], num_key_heads),
+                by_group(q[:, begin:end], block_k, block_v),
+                groups(out[:, begin:end], num_key_heads),
+                groups(lse[:, begin:end], num_key_heads),
                 scale=keys.scale,
                 mask_TN=mask,
             )
-            dq[:, begin:end] = _join_groups(part)
+            dq[:, begin:end] = join_groups(part)
             d_key, d_value = d_key.sum(0, dtype=wide), d_value.sum(0, dtype=wide)
             at = 0
             for piece in pieces:
-                _send(piece, d_key[:, at : at + len(piece)], d_value[:, at : at + len(piece)])
+                send_cotangents(piece, d_key[:, at : at + len(piece)], d_value[:, at : at + len(piece)])
                 at += len(piece)
     assert own.d_key_NKD is not None and own.d_value_NKD is not None, "made with cotangents"
     return dq, own.d_key_NKD.transpose(0, 1), own.d_value_NKD.transpose(0, 1)
@@ -284,7 +278,7 @@ def _gather(pieces: Sequence[KeyRun]) -> tuple[Tensor, Tensor]:
     return k.transpose(0, 1), v.transpose(0, 1)
 
 
-def _send(piece: KeyRun, d_key_KND: Tensor, d_value_KND: Tensor) -> None:
+def send_cotangents(piece: KeyRun, d_key_KND: Tensor, d_value_KND: Tensor) -> None:
     """Add cotangents to their owner, unless it is a constant."""
     if piece.d_key_NKD is not None and piece.d_value_NKD is not None:
         piece.d_key_NKD.add_(d_key_KND.transpose(0, 1))
@@ -327,7 +321,7 @@ def _join_halves(x: Tensor) -> Tensor:
     return x.transpose(0, 1).flatten(1, 2)
 
 
-def _fold(x_HTD: Tensor, num_key_heads: int) -> Tensor:
+def fold(x_HTD: Tensor, num_key_heads: int) -> Tensor:
     """`[1, K, G * T, D]`: every query of a key head's group in one row of queries (they all see every key)."""
     return x_HTD.reshape(1, num_key_heads, -1, x_HTD.shape[-1])
 
@@ -336,18 +330,19 @@ def _unfold(x: Tensor, shape_HTD: torch.Size) -> Tensor:
     return x.reshape(shape_HTD)
 
 
-def _groups(x: Tensor, num_key_heads: int) -> Tensor:
+def groups(x: Tensor, num_key_heads: int) -> Tensor:
     """`[G, K, T, ...]`: the group as the batch, so that a causal mask still lines up; a view."""
     return x.unflatten(0, (num_key_heads, -1)).transpose(0, 1)
 
 
-def _by_group(q_HTD: Tensor, k_KND: Tensor, v_KND: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def by_group(q_HTD: Tensor, k_KND: Tensor, v_KND: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Queries `[G, K, T, D]`, keys and values of the same batch with stride 0: not copied."""
-    q = _groups(q_HTD, k_KND.shape[0])
+    q = groups(q_HTD, k_KND.shape[0])
     return q, k_KND.expand(q.shape[0], -1, -1, -1), v_KND.expand(q.shape[0], -1, -1, -1)
 
 
-def _join_groups(x_GKT: Tensor) -> Tensor:
+def join_groups(x_GKT: Tensor) -> Tensor:
+    """`[H, T, ...]`: the inverse of `groups`."""
     return x_GKT.transpose(0, 1).flatten(0, 1)
 
 
@@ -374,3 +369,17 @@ def add_sinks(out_HTD: Tensor, lse_HT: Tensor, sinks_H: Tensor) -> tuple[Tensor,
     """Let an extra logit per head take its weight from the output; it gives nothing back (gpt_oss)."""
     total_HT = torch.logaddexp(lse_HT, sinks_H[:, None].to(lse_HT.dtype))
     return out_HTD * (lse_HT - total_HT).exp()[..., None], total_HT
+
+
+def pull_sinks(sinks_H: Tensor, d_out_HTD: Tensor, out_HTD: Tensor, lse_HT: Tensor) -> Tensor:
+    """Cotangent of the sinks from these queries, with the LSE that includes them; `d_out` is wide."""
+    delta_HT = (d_out_HTD * out_HTD.to(d_out_HTD.dtype)).sum(-1)
+    return -((sinks_H[:, None] - lse_HT).exp() * delta_HT).sum(-1).to(sinks_H.dtype)
+
+
+def add_own_cotangents(dk_KTD: Tensor, dv_KTD: Tensor, d_key_TKD: Tensor | None, d_value_TKD: Tensor | None) -> None:
+    """Add what later tokens sent to a chunk's own keys and values, in place and before any rounding."""
+    if d_key_TKD is not None:
+        dk_KTD += d_key_TKD.transpose(0, 1)
+    if d_value_TKD is not None:
+        dv_KTD += d_value_TKD.transpose(0, 1)

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from longstraw.ops.attention import KeyRun
+from longstraw.ops.attention import KeyRun, add_own_cotangents, add_sinks, pull_sinks
 from longstraw.ops.kernels import wide_dtype
 from longstraw.ops.staging import Passage
 from longstraw.parallel.arrange import by_rank, gather_chunk, of_rank
@@ -98,8 +98,7 @@ class SentQueries(torch.autograd.Function):
         else:
             out, lse = _forward(q, k, v, keys)
             if sinks is not None:  # by the queries' rank, so once
-                total = torch.logaddexp(lse, sinks[:, None].to(lse.dtype))
-                out, lse = out * (lse - total).exp()[..., None], total
+                out, lse = add_sinks(out, lse, sinks)
             out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, sinks, out, lse)  # type: ignore[arg-type]
         ctx.keys = replace(keys, known=None)  # type: ignore[attr-defined]  # a node that holds its output is never freed
@@ -111,14 +110,8 @@ class SentQueries(torch.autograd.Function):
         q, k, v, sinks, out, lse = ctx.saved_tensors
         keys: SplitKeys = ctx.keys
         dq, dk, dv = _backward(d_out, (q, k, v), out, lse, keys)
-        if keys.d_own_key_TKD is not None:
-            dk += keys.d_own_key_TKD.transpose(0, 1)
-        if keys.d_own_value_TKD is not None:
-            dv += keys.d_own_value_TKD.transpose(0, 1)
-        d_sinks = None
-        if sinks is not None:
-            delta_HT = (d_out.to(dq.dtype) * out.to(dq.dtype)).sum(-1)
-            d_sinks = -((sinks[:, None] - lse).exp() * delta_HT).sum(-1).to(sinks.dtype)
+        add_own_cotangents(dk, dv, keys.d_own_key_TKD, keys.d_own_value_TKD)
+        d_sinks = None if sinks is None else pull_sinks(sinks, d_out.to(dq.dtype), out, lse)
         return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), d_sinks, None
 
 

@@ -14,11 +14,20 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from longstraw.ops.attention import KeyRun, attend_shared, merge_partials
+from longstraw.ops.attention import (
+    NO_KEYS,
+    KeyRun,
+    attend_shared,
+    by_group,
+    fold,
+    groups,
+    join_groups,
+    merge_partials,
+    send_cotangents,
+)
 from longstraw.ops.kernels import attend, attend_backward, wide_dtype
 from longstraw.ops.staging import Passage
 
-NO_KEYS = -1e30  # LSE of an empty set: finite, so that minus itself is 0
 Rows = slice | Tensor  # which queries: a range, or their indices
 
 
@@ -51,8 +60,8 @@ class Partial:
         """Let them see the run by a mask, or causally without one. Every query sees a key."""
         k, v = run.key_NKD.transpose(0, 1), run.value_NKD.transpose(0, 1)
         causal = mask_RN is None
-        out, lse = attend(*_by_group(q_HTD[:, rows], k, v), scale=scale, causal=causal, mask_TN=mask_RN)
-        self.merge(rows, _join_groups(out), _join_groups(lse))
+        out, lse = attend(*by_group(q_HTD[:, rows], k, v), scale=scale, causal=causal, mask_TN=mask_RN)
+        self.merge(rows, join_groups(out), join_groups(lse))
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,29 +83,29 @@ class Queries:
         if self.q_HTD.shape[1] == 0 or len(run) == 0:
             return
         num_key_heads = run.key_NKD.shape[1]
-        d_out, q, out = (_fold(x, num_key_heads) for x in (self.d_out_HTD, self.q_HTD, self.out_HTD))
+        d_out, q, out = (fold(x, num_key_heads).contiguous() for x in (self.d_out_HTD, self.q_HTD, self.out_HTD))
         lse = self.lse_HT.reshape(1, num_key_heads, -1)
         for piece in _pieces(run, keys_per_call):
             k, v = (x.transpose(0, 1)[None] for x in (piece.key_NKD, piece.value_NKD))
             dq, d_key, d_value = attend_backward(d_out, (q, k, v), out, lse, scale=scale)
             self.dq_HTD.add_(dq.reshape(self.dq_HTD.shape))
-            _send(piece, d_key[0], d_value[0])
+            send_cotangents(piece, d_key[0], d_value[0])
 
     def pull_part(self, run: KeyRun, scale: float, *, mask_TN: Tensor | None = None) -> None:
         """The same where the run is seen by a mask, or causally without one."""
         num_key_heads = run.key_NKD.shape[1]
         dq, d_key, d_value = attend_backward(
-            _groups(self.d_out_HTD, num_key_heads),
-            _by_group(self.q_HTD, run.key_NKD.transpose(0, 1), run.value_NKD.transpose(0, 1)),
-            _groups(self.out_HTD, num_key_heads),
-            _groups(self.lse_HT, num_key_heads),
+            groups(self.d_out_HTD, num_key_heads),
+            by_group(self.q_HTD, run.key_NKD.transpose(0, 1), run.value_NKD.transpose(0, 1)),
+            groups(self.out_HTD, num_key_heads),
+            groups(self.lse_HT, num_key_heads),
             scale=scale,
             causal=mask_TN is None,
             mask_TN=mask_TN,
         )
         wide = self.dq_HTD.dtype
-        self.dq_HTD.add_(_join_groups(dq))
-        _send(run, d_key.sum(0, dtype=wide), d_value.sum(0, dtype=wide))
+        self.dq_HTD.add_(join_groups(dq))
+        send_cotangents(run, d_key.sum(0, dtype=wide), d_value.sum(0, dtype=wide))
 
 
 def merge_parts(parts: list[Tensor]) -> Partial:
@@ -121,29 +130,3 @@ def _pieces(run: KeyRun, num_keys: int) -> Iterator[KeyRun]:
         keys = run.over(begin, part)
         for at in range(0, len(keys), num_keys):
             yield keys.cut(at, min(at + num_keys, len(keys)))
-
-
-def _send(piece: KeyRun, d_key_KND: Tensor, d_value_KND: Tensor) -> None:
-    """Add cotangents to their owner, unless it is a constant."""
-    if piece.d_key_NKD is not None and piece.d_value_NKD is not None:
-        piece.d_key_NKD.add_(d_key_KND.transpose(0, 1))
-        piece.d_value_NKD.add_(d_value_KND.transpose(0, 1))
-
-
-def _fold(x_HTD: Tensor, num_key_heads: int) -> Tensor:
-    """`[1, K, G * T, D]`, contiguous: the queries of a key head's group in one row (they all see every key)."""
-    return x_HTD.reshape(1, num_key_heads, -1, x_HTD.shape[-1]).contiguous()
-
-
-def _groups(x: Tensor, num_key_heads: int) -> Tensor:
-    """`[G, K, T, ...]`: the group as the batch, so that a causal mask still lines up; a view."""
-    return x.unflatten(0, (num_key_heads, -1)).transpose(0, 1)
-
-
-def _by_group(q_HTD: Tensor, k_KND: Tensor, v_KND: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    q = _groups(q_HTD, k_KND.shape[0])
-    return q, k_KND.expand(q.shape[0], -1, -1, -1), v_KND.expand(q.shape[0], -1, -1, -1)
-
-
-def _join_groups(x_GKT: Tensor) -> Tensor:
-    return x_GKT.transpose(0, 1).flatten(0, 1)
