@@ -26,8 +26,10 @@ PREFIX_GROUPER = "(b) prefix-grouper"
 PREFIX_GROUPER_PLAIN = "(b) prefix-grouper, no checkpointing"
 EXACT = "(c) exact"
 EXACT_CHUNK = "(c) exact, graph of a chunk"
+EXACT_HOST = "(c) exact, state in host memory"
 STOPPED = "(d) stopped"
-LONGSTRAW_METHODS = (EXACT, EXACT_CHUNK, STOPPED)
+LONGSTRAW_METHODS = (EXACT, EXACT_CHUNK, EXACT_HOST, STOPPED)
+HOST_STAGING_BYTES = 1 << 24  # of EXACT_HOST; the default is meant for prompts a hundred times as long
 METHODS: dict[Kind, tuple[str, ...]] = {
     "hybrid": (FULL_SEQUENCE, *LONGSTRAW_METHODS),
     "dense": (FULL_SEQUENCE, PREFIX_GROUPER, PREFIX_GROUPER_PLAIN, *LONGSTRAW_METHODS),
@@ -41,6 +43,7 @@ class LongStrawSettings:
 
     prompt_gradient: Literal["exact", "stopped"]
     graph_scope: Literal["layer", "chunk"]
+    residency: Literal["device", "host"]
     chunk_tokens: int
 
 
@@ -64,6 +67,7 @@ def build_method(name: str, model: PeftModel, *, chunk_tokens: int) -> Method:
     settings = LongStrawSettings(
         prompt_gradient="stopped" if name == STOPPED else "exact",
         graph_scope="chunk" if name == EXACT_CHUNK else "layer",
+        residency="host" if name == EXACT_HOST else "device",
         chunk_tokens=chunk_tokens,
     )
     return Method(name, model, partial(longstraw_update, model, settings), shares_prompt=True)
@@ -78,6 +82,8 @@ def longstraw_update(
         chunk_tokens=settings.chunk_tokens,
         prompt_gradient=settings.prompt_gradient,
         graph_scope=settings.graph_scope,
+        residency=settings.residency,
+        staging_bytes=HOST_STAGING_BYTES,
         progress=progress,
     )
     responses = [Response(token_ids) for token_ids in problem.responses]

@@ -131,9 +131,9 @@ class Comparison:
         return cells
 
     def _names(self) -> list[str]:
-        return [
-            name for name in METHODS[self.kind] if not self.settings.methods or name.startswith(self.settings.methods)
-        ]
+        known, asked = METHODS[self.kind], self.settings.methods
+        beginnings = tuple(text for text in asked if text not in known)
+        return [name for name in known if not asked or name in asked or name.startswith(beginnings)]
 
     def _build(self, name: str, dtype: torch.dtype) -> Method:
         model = build_model(self.kind, self.settings.size, dtype=dtype, device=self.device)
@@ -214,7 +214,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> tuple[Settings, t
     parser.add_argument("--prompts", nargs="+", type=int, default=[4096, 16384, 65536], help="prompt tokens")
     parser.add_argument("--groups", nargs="+", type=int, default=[1, 2, 8], help="responses per prompt")
     parser.add_argument(
-        "--methods", nargs="+", default=[], help="beginnings of method names, such as '(c)'; default all"
+        "--methods", nargs="+", default=[], help="names of methods, or beginnings such as '(c)'; default all"
     )
     parser.add_argument("--chunk-tokens", type=int, default=2048)
     parser.add_argument("--budget", type=float, default=900.0, help="seconds of a timed run; longer ones are estimated")

@@ -8,6 +8,8 @@ os.environ.setdefault("MPLBACKEND", "Agg")
 import pytest
 import torch
 
+from parallel.harness import Ranks
+
 
 def pytest_collection_modifyitems(items):
     if torch.cuda.is_available():
@@ -20,3 +22,18 @@ def pytest_collection_modifyitems(items):
 @pytest.fixture(autouse=True)
 def seed():
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def ranks():
+    """`ranks(degree).run(case, *arguments)`: see the harness."""
+    started = {}
+
+    def of_degree(degree):
+        if degree not in started:
+            started[degree] = Ranks(degree)
+        return started[degree]
+
+    yield of_degree
+    for each in started.values():
+        each.stop()

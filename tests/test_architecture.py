@@ -22,7 +22,8 @@ FLOORS = (
     ("execution",),
     ("evidence",),
     ("training", "planning"),
-    ("cli", "__main__", "__init__"),
+    ("cli", "__init__"),
+    ("__main__",),
 )
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 

@@ -26,7 +26,7 @@ def in_folder(tmp_path, monkeypatch):
 def calls(monkeypatch):
     """Stands in for training; keeps the configuration and options it was called with."""
     calls = []
-    monkeypatch.setattr(cli, "_train", lambda config, **options: calls.append((config, options)))
+    monkeypatch.setattr(cli, "_train", lambda config, launched, **options: calls.append((config, options)))
     monkeypatch.setattr(cli, "_write_report", lambda folder: folder / "report.html")
     return calls
 
@@ -67,7 +67,7 @@ def test_an_error_is_one_sentence_without_a_traceback(in_folder, calls, capsys):
 
 
 def test_an_error_while_training_exits_the_same_way(in_folder, monkeypatch, capsys):
-    def fails(config, **options):
+    def fails(config, launched, **options):
         raise InputError("reward f: it returned [nan] for row 3.")
 
     monkeypatch.setattr(cli, "_train", fails)
@@ -77,7 +77,7 @@ def test_an_error_while_training_exits_the_same_way(in_folder, monkeypatch, caps
 
 @pytest.mark.parametrize("has_checkpoint", [True, False])
 def test_an_interrupt_says_what_is_left(in_folder, monkeypatch, capsys, has_checkpoint):
-    def interrupted(config, **options):
+    def interrupted(config, launched, **options):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(cli, "_train", interrupted)
@@ -105,3 +105,18 @@ def test_report_is_written_for_a_folder(in_folder, capsys):
 def test_reward_modules_are_found_in_the_current_folder(in_folder, calls):
     run("train", "run.yaml")
     assert sys.path[0] == str(in_folder)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_job_that_does_not_fit_its_processes_is_told_by_the_first(in_folder, monkeypatch, capsys, rank):
+    for name, value in (("WORLD_SIZE", 2), ("RANK", rank), ("LOCAL_RANK", rank)):
+        monkeypatch.setenv(name, str(value))
+    assert run("train", "run.yaml", "--set", "parallel.context=4") == 2
+    told = capsys.readouterr().err
+    assert ("is 4 processes, but there are 2; change them, or start torchrun" in told) == (rank == 0)
+    assert rank == 0 or not told
+
+
+def test_a_job_without_torchrun_says_how_to_start_it(in_folder, capsys):
+    assert run("train", "run.yaml", "--set", "parallel.context=4") == 2
+    assert "torchrun --nproc-per-node 4 -m longstraw train run.yaml" in capsys.readouterr().err

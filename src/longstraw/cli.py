@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
 from importlib.metadata import version
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
 
-from longstraw.config import RunConfig
+from longstraw.config import ParallelConfig, RunConfig
 from longstraw.config_file import load_config
-from longstraw.errors import LongStrawError
+from longstraw.errors import InputError, JointError, LongStrawError
+
+if TYPE_CHECKING:
+    from longstraw.training.ranks import Ranks
 
 USER_ERROR = 2
 INTERRUPTED = 130
@@ -31,7 +39,9 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         app(args=arguments)
     except LongStrawError as error:
-        Console(stderr=True).print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
+        # What all ranks of a job raise, the first one tells.
+        if not isinstance(error, JointError) or _Launched.from_environment().rank == 0:
+            Console(stderr=True).print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
         sys.exit(USER_ERROR)
 
 
@@ -39,6 +49,20 @@ def _print_version(is_asked: bool) -> None:
     if is_asked:
         typer.echo(f"longstraw {version('longstraw')}")
         raise typer.Exit()
+
+
+@dataclass(frozen=True)
+class _Launched:
+    """What torchrun says of this process. Read here and nowhere else."""
+
+    num_processes: int = 1
+    rank: int = 0
+    local_rank: int = 0
+
+    @classmethod
+    def from_environment(cls) -> _Launched:
+        names = ("WORLD_SIZE", "RANK", "LOCAL_RANK")
+        return cls(*(int(os.environ[name]) for name in names)) if all(name in os.environ for name in names) else cls()
 
 
 @app.callback()
@@ -63,17 +87,21 @@ def train(
     ] = None,
 ) -> None:
     """Train a policy by GRPO as a configuration file says."""
-    config = load_config(config_path, overrides or [])
+    launched = _Launched.from_environment()
+    config = _load_config(config_path, overrides or [], launched)
     folder = Path(config.run.output_dir)
     sys.path.insert(0, str(Path.cwd()))  # a console script does not look there for reward functions' modules
     try:
-        _train(config, is_resumed=is_resumed or resume_from is not None, resume_from=resume_from)
+        _train(config, launched, is_resumed=is_resumed or resume_from is not None, resume_from=resume_from)
     except KeyboardInterrupt:
+        if launched.rank > 0:
+            raise typer.Exit(INTERRUPTED) from None
         again = ["longstraw", "train", str(config_path)]
         again += [word for override in overrides or [] for word in ("--set", override)]
         typer.echo(_interrupted(folder, shlex.join([*again, "--resume"])))
         raise typer.Exit(INTERRUPTED) from None
-    typer.echo(f"report: {_write_report(folder)}")
+    if launched.rank == 0:
+        typer.echo(f"report: {_write_report(folder)}")
 
 
 @app.command()
@@ -84,12 +112,75 @@ def report(
     typer.echo(_write_report(run_folder))
 
 
-def _train(config: RunConfig, *, is_resumed: bool, resume_from: Path | None) -> None:
+def _load_config(path: Path, overrides: list[str], launched: _Launched) -> RunConfig:
+    """The configuration, if it fits the processes that were started. All ranks read the same; the first one tells."""
+    try:
+        config = load_config(path, overrides)
+        _check_processes(config.parallel, launched, path)
+    except InputError as error:
+        raise JointError(str(error)) from error
+    return config
+
+
+def _check_processes(parallel: ParallelConfig, launched: _Launched, path: Path) -> None:
+    if parallel.num_processes == launched.num_processes:
+        return
+    raise InputError(
+        f"configuration: parallel.context ({parallel.context}) times parallel.data ({parallel.data}) is "
+        f"{parallel.num_processes} processes, but there are {launched.num_processes}; change them, or start "
+        f"torchrun --nproc-per-node {parallel.num_processes} -m longstraw train {path} (with --nnodes on several "
+        "machines)."
+    )
+
+
+@contextmanager
+def _process_group(config: RunConfig, launched: _Launched) -> Iterator[Ranks]:
+    """The job's ranks: NCCL between CUDA devices, gloo between CPUs; of one process, itself."""
+    import torch
+    import torch.distributed as dist
+
+    from longstraw.parallel.topology import Topology
+    from longstraw.training.ranks import Ranks
+
+    if launched.num_processes == 1:
+        yield Ranks()
+        return
+    on_cuda = config.model.device.startswith("cuda") or (config.model.device == "auto" and torch.cuda.is_available())
+    if on_cuda:
+        torch.cuda.set_device(launched.local_rank)
+    parallel = config.parallel
+    dist.init_process_group("nccl" if on_cuda else "gloo", timeout=timedelta(seconds=parallel.timeout_seconds))
+    try:
+        yield Ranks(
+            Topology.create(
+                context=parallel.context,
+                data=parallel.data,
+                expert=parallel.expert,
+                token_order=parallel.token_order,
+                compares_copies=parallel.compare_parameters,
+            )
+        )
+    except JointError:
+        dist.destroy_process_group()
+        raise
+    except RuntimeError as error:
+        if not isinstance(error, dist.DistError) and "gloo" not in str(error):
+            raise
+        raise LongStrawError(
+            f"rank {launched.rank} lost another rank, which ended, was killed or did not answer within "
+            f"parallel.timeout_seconds ({parallel.timeout_seconds:g}); its own message says why. The last checkpoint "
+            "is whole: go on from it with --resume."
+        ) from error
+    # After any other error this process just ends: others may wait for it in a collective, and so would the group.
+    dist.destroy_process_group()
+
+
+def _train(config: RunConfig, launched: _Launched, *, is_resumed: bool, resume_from: Path | None) -> None:
     # Imported late: `longstraw --version` and a wrong configuration need no torch.
     import torch
 
     from longstraw.training.loop import train as train_loop
-    from longstraw.training.progress import stage_display
+    from longstraw.training.progress import quiet_display, stage_display
     from longstraw.training.setup import Surroundings, prepare
 
     if config.run.threads is not None:
@@ -97,10 +188,14 @@ def _train(config: RunConfig, *, is_resumed: bool, resume_from: Path | None) -> 
     console = Console(highlight=False, soft_wrap=True)
 
     def say(text: str) -> None:
-        console.print(text, markup=False)
+        if launched.rank == 0:
+            console.print(text, markup=False)
 
-    with stage_display(console) as display:
-        surroundings = Surroundings(say=say, display=display, is_resumed=is_resumed, resume_from=resume_from)
+    shown = stage_display(console) if launched.rank == 0 else quiet_display()
+    with _process_group(config, launched) as ranks, shown as display:
+        surroundings = Surroundings(
+            say=say, display=display, is_resumed=is_resumed, resume_from=resume_from, ranks=ranks
+        )
         train_loop(*prepare(config, surroundings))
 
 

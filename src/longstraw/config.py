@@ -218,11 +218,33 @@ class EvaluationConfig(Section):
     """Evaluate after the last step."""
 
 
+class ParallelConfig(Section):
+    """How a job of several processes (torchrun) divides the work; `context` times `data` is their number."""
+
+    context: Count = 1
+    """Ranks that share out the tokens of every chunk, and so a prompt's state: longer prompts."""
+    data: Count = 1
+    """Ranks, or context axes, that take different prompts of a step: more prompts in the same time."""
+    expert: Count = 1
+    """Ranks of a context axis that share out the routed experts' weights; a divisor of `context`."""
+    token_order: Literal["zigzag", "block_cyclic"] = "zigzag"
+    """Which tokens of a chunk a rank takes; `zigzag` gives all ranks equal work in causal attention."""
+    compare_parameters: bool = True
+    """After each step compare a digest of the trained parameters over the ranks and stop if they differ."""
+    timeout_seconds: Annotated[float, Field(gt=0)] = 7200.0
+    """How long a rank waits for others before the job ends; ranks of `data` wait for the longest prompt of a step."""
+
+    @property
+    def num_processes(self) -> int:
+        return self.context * self.data
+
+
 class RunConfig(Section):
     """Everything `longstraw train` needs to know."""
 
     model: ModelConfig
     engine: EngineConfig = Field(default_factory=EngineConfig)
+    parallel: ParallelConfig = Field(default_factory=ParallelConfig)
     data: DataConfig
     rewards: Annotated[tuple[RewardConfig, ...], Field(strict=False, min_length=1)]
     sampling: SamplingConfig = Field(default_factory=SamplingConfig)

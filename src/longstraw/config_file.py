@@ -235,6 +235,17 @@ def _check_together(config: RunConfig) -> None:
             "configuration: grpo.beta > 0 needs model.adapter, because the reference policy is the model with its "
             "adapter off; set grpo.beta to 0 or train an adapter."
         )
+    parallel = config.parallel
+    if parallel.context % parallel.expert:
+        raise InputError(
+            f"configuration: parallel.expert ({parallel.expert}) must divide parallel.context ({parallel.context}), "
+            "whose ranks share out the experts."
+        )
+    if run.prompts_per_step < parallel.data:
+        raise InputError(
+            f"configuration: run.prompts_per_step ({run.prompts_per_step}) must be at least parallel.data "
+            f"({parallel.data}): each of its ranks takes a prompt of every step."
+        )
     if config.model.quantization is not None and config.model.adapter is None:
         raise InputError(
             "configuration: model.quantization needs model.adapter, because quantised weights cannot be trained."

@@ -15,3 +15,7 @@ class UnsupportedError(LongStrawError, ValueError):
 
 class StaleStateError(LongStrawError, RuntimeError):
     """A state was captured by an older policy than the one it is used with."""
+
+
+class JointError(LongStrawError):
+    """An error that all ranks of a job raise alike, so that one of them can tell of it and all of them end."""

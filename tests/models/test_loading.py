@@ -206,7 +206,7 @@ def test_wish_that_cannot_work_is_refused_before_weights_are_read(folder, monkey
 
 def test_nf4_is_refused_without_bitsandbytes_and_for_narrow_layers(folder, tmp_path, monkeypatch):
     tiny_model("llama", adapter=False, num_hidden_layers=1).save_pretrained(tmp_path)
-    with pytest.raises(InputError, match=r"at least 64 wide, model\.layers\.0\.self_attn\.q_proj is 32"):
+    with pytest.raises(InputError, match=r"at least 64 inputs, model\.layers\.0\.self_attn\.q_proj has 32"):
         load_model(str(tmp_path), adapter=LoraSettings(), quantization="nf4")
     monkeypatch.setattr(loading.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(InputError, match=r"pip install 'longstraw\[nf4\]'"):

@@ -83,9 +83,10 @@ def divided_steps(world, name, case, settings):
 ALL = [(name, case, 2) for name in NAMES for case in GROUPS]
 MORE = [(name, case, 3) for name in NAMES if name not in TOLERANCE for case in list(GROUPS)[:2]]
 MOST = [(name, "odd lengths", 4) for name in ("llama", "mistral", "glm_moe_dsa")]
+ONCE = [(name, "odd lengths", 2) for name in ("qwen3_moe", "qwen3_next", "deepseek_v32")]
 
 
-@pytest.mark.parametrize(("name", "case", "degree"), ALL + MORE + MOST)
+@pytest.mark.parametrize(("name", "case", "degree"), ALL + MORE + MOST + ONCE)
 def test_every_gradient_over_two_steps_is_that_of_one_process(ranks, name, case, degree):
     model = well_conditioned(name)
     want, _ = two_steps(Engine(model, chunk_tokens=CHUNK), model, GROUPS[case]())
@@ -107,6 +108,25 @@ def test_engine_settings_mean_the_same_on_an_axis(ranks, name, settings):
     want, _ = two_steps(Engine(model, chunk_tokens=CHUNK, **settings), model, GROUPS["odd lengths"]())
     for seen, _ in ranks(2).run(divided_steps, name, "odd lengths", settings):
         assert worst_error(seen[1], want[1])[0] <= TOLERANCE.get(name, 1e-5)
+
+
+def long_steps(world, name):
+    """Chunks of 4 tokens behind up to 150: rows stream at first, then the chunk's queries are fewer bytes."""
+    model = well_conditioned(name)
+    engine = Engine(model, chunk_tokens=4, topology=Topology.create(context=world.degree))
+    report = engine.forward_backward([group_of(150, (3, 9))], objective)
+    engine.optimizer_step(torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.0))
+    return gradients(model), dict(report.bytes_sent)
+
+
+def test_dense_latents_stream_or_get_the_queries_whichever_is_fewer_bytes(ranks):
+    model = well_conditioned("deepseek_v3")
+    engine = Engine(model, chunk_tokens=4)
+    engine.forward_backward([group_of(150, (3, 9))], objective)
+    want = gradients(model)
+    for got, sent in ranks(2).run(long_steps, "deepseek_v3"):
+        assert worst_error(got, want)[0] <= 1e-5
+        assert sent["rows"] > 0 and sent["queries"] > 0
 
 
 def blocks(world, name):
@@ -215,33 +235,49 @@ def test_copies_that_drifted_apart_are_noticed_after_the_step(ranks):
     ranks(2).run(drifted_copy)
 
 
-def over_data(world, groups_by_rank, context):
+def groups_of(shard):
+    return [
+        ResponseGroup(Prompt(random_ids(p, p)), [Response(random_ids(n, n)) for n in lengths], advantages=advantages)
+        for p, lengths, advantages in shard
+    ]
+
+
+def two_grpo_steps(engine, model, shard):
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-3, eps=1e-3)
+    seen = []
+    for _ in range(2):
+        engine.forward_backward(groups_of(shard), GRPO())
+        engine.optimizer_step(optimizer, max_grad_norm=0.5)
+        seen.append(gradients(model))
+    return seen, {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+
+
+def over_data(world, name, shards, context):
     topology = Topology.create(context=context, data=world.degree // context)
-    model = well_conditioned("llama")
+    model = well_conditioned(name)
     engine = Engine(model, chunk_tokens=CHUNK, topology=topology)
-    trained = [p for p in model.parameters() if p.requires_grad]
-    groups = [ResponseGroup(Prompt(random_ids(p, p)), [Response(random_ids(n, n)) for n in lengths], advantages=adv)
-              for p, lengths, adv in groups_by_rank[topology.data.rank]]  # fmt: skip
-    engine.forward_backward(groups, GRPO())
-    engine.optimizer_step(torch.optim.AdamW(trained, lr=1e-3, eps=1e-3), max_grad_norm=0.5)
-    return gradients(model), {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+    return two_grpo_steps(engine, model, shards[topology.data.rank])
 
 
-@pytest.mark.parametrize(("degree", "context"), [(2, 1), (4, 2)])
-def test_groups_over_a_data_axis_give_the_update_of_one_process(ranks, degree, context):
-    """Unequal groups, one that is skipped, and one global denominator."""
-    first, second, skipped = (29, (7, 12), [1.0, -1.0]), (17, (1, 5, 20), [0.5, -1.0, 0.5]), (9, (3, 4), [0.0, 0.0])
-    model = well_conditioned("llama")
-    engine = Engine(model, chunk_tokens=CHUNK)
-    for prompt_tokens, lengths, advantages in (first, second, skipped):
-        responses = [Response(random_ids(n, n)) for n in lengths]
-        group = ResponseGroup(Prompt(random_ids(prompt_tokens, prompt_tokens)), responses, advantages=advantages)
-        engine.forward_backward([group], GRPO())
-    trained = [p for p in model.parameters() if p.requires_grad]
-    engine.optimizer_step(torch.optim.AdamW(trained, lr=1e-3, eps=1e-3), max_grad_norm=0.5)
-    want = gradients(model)
-    for shards in ([[first, second], [skipped]], [[first, skipped], [second]], [[first, second, skipped], []]):
-        results = ranks(degree).run(over_data, shards, context)
-        for got, parameters in results:
-            assert worst_error(got, want)[0] <= 1e-5
-            assert all(torch.equal(value, results[0][1][name]) for name, value in parameters.items())
+FIRST, SECOND, SKIPPED = (29, (7, 12), [1.0, -1.0]), (17, (1, 5, 20), [0.5, -1.0, 0.5]), (9, (3, 4), [0.0, 0.0])
+SHARDS = {
+    "one skips": [[FIRST, SECOND], [SKIPPED]],
+    "unequal": [[FIRST, SKIPPED], [SECOND]],
+    "one is empty": [[FIRST, SECOND, SKIPPED], []],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "degree", "context", "shards"),
+    [("llama", degree, context, shards) for degree, context in ((2, 1), (4, 2)) for shards in SHARDS]
+    + [("qwen3_5_text", 4, 2, "unequal"), ("glm_moe_dsa", 4, 2, "unequal"), ("glm_moe_dsa", 4, 2, "one is empty")],
+)
+def test_groups_over_a_data_axis_give_the_updates_of_one_process(ranks, name, degree, context, shards):
+    """Unequal groups, one that is skipped, empty shards, and one global denominator; over two steps."""
+    model = well_conditioned(name)
+    want, _ = two_grpo_steps(Engine(model, chunk_tokens=CHUNK), model, [FIRST, SECOND, SKIPPED])
+    results = ranks(degree).run(over_data, name, SHARDS[shards], context)
+    for seen, parameters in results:
+        for step in (0, 1):
+            assert worst_error(seen[step], want[step])[0] <= TOLERANCE.get(name, 1e-5)
+        assert all(torch.equal(value, results[0][1][key]) for key, value in parameters.items())

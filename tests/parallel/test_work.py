@@ -87,9 +87,29 @@ def test_streaming_latents_pays_when_each_rank_has_a_whole_chunk_of_queries():
 
 
 def test_the_cheaper_exchange_is_chosen():
-    settings = dict(num_prompt_tokens=LONG, degree=8)
-    assert cheaper_exchange(QWEN_KEY_VALUE, chunk_tokens=4096, **settings) == "send_queries"
-    assert cheaper_exchange(QWEN_KEY_VALUE, chunk_tokens=8 * 4096, **settings) == "send_queries"
-    assert cheaper_exchange(GLM_LATENT, chunk_tokens=32 * 4096, num_prompt_tokens=LONG, degree=32) == "stream_state"
-    assert cheaper_exchange(GLM_LATENT, chunk_tokens=4096, num_prompt_tokens=LONG, degree=32) == "send_queries"
-    assert cheaper_exchange(GLM_LATENT, chunk_tokens=4096, num_prompt_tokens=8192, degree=32) == "stream_state"
+    """Latents stream while the path is short beside the chunk; then a chunk's queries are less than the path."""
+    assert cheaper_exchange(GLM_LATENT, ChunkSplit(32 * 4096, 32), LONG) == "stream_state"
+    assert cheaper_exchange(GLM_LATENT, ChunkSplit(4096, 32), 4 * 4096) == "stream_state"
+    assert cheaper_exchange(GLM_LATENT, ChunkSplit(4096, 32), LONG) == "send_queries"
+    assert cheaper_exchange(QWEN_KEY_VALUE, ChunkSplit(8 * 4096, 8), LONG) == "send_queries"
+
+
+def test_the_choice_changes_where_the_counted_bytes_cross():
+    split = ChunkSplit(10, 2)
+
+    def total(num_before, send):
+        busiest = []
+        for rank in (0, 1):
+            before = dict(num_owned_before=-(-num_before // 2), num_before=num_before)
+            parts = [
+                send_queries_bytes(SMALL, split, rank, backward=backward)
+                if send
+                else stream_state_bytes(SMALL, split, rank, **before, backward=backward)
+                for backward in (False, False, True)
+            ]
+            busiest.append(sum(parts))
+        return max(busiest)
+
+    chosen = [cheaper_exchange(SMALL, split, num_before) for num_before in range(60)]
+    assert chosen == ["stream_state" if total(n, False) < total(n, True) else "send_queries" for n in range(60)]
+    assert len(set(chosen)) == 2

@@ -18,6 +18,7 @@ from longstraw.training.progress import StageMeter
 from longstraw.training.rewards import RewardFunction
 from longstraw.training.run import Training, rows_fingerprint
 from longstraw.training.run_folder import open_new
+from longstraw.training.trained_state import Snapshot
 
 NUM_TOKENS = 11
 STOP = 10
@@ -152,11 +153,12 @@ class Runner:
         def save_weights(target):
             torch.save(engine.parameter.detach(), target / "weights.pt")
 
+        optimizer = make_optimizer([("logits", engine.parameter)], config.optimizer)
         return Training(
             config=config,
             engine=engine,
             tokenizer=FakeTokenizer(),
-            optimizer=make_optimizer([("logits", engine.parameter)], config.optimizer),
+            optimizer=optimizer,
             objective=GRPO(scale_rewards=config.grpo.scale_rewards),
             rows=rows,
             fingerprint=rows_fingerprint(rows),
@@ -164,7 +166,7 @@ class Runner:
             evaluation=None,
             stop_ids=(STOP,),
             folder=folder or open_new(self.folder, "config"),
-            save_weights=save_weights,
+            snapshot=lambda: Snapshot(save_weights, optimizer.state_dict()),
             meter=meter,
             say=self.lines.append,
         )

@@ -14,6 +14,7 @@ from longstraw.training.checkpoint import (
     save_checkpoint,
 )
 from longstraw.training.randomness import random_state
+from longstraw.training.trained_state import Snapshot
 
 
 class Killed(BaseException):
@@ -36,8 +37,7 @@ def save(folder, step, *, optimizer=None, keep=None, value=None):
     return save_checkpoint(
         folder,
         position,
-        save_weights=save_weights,
-        optimizer=optimizer,
+        snapshot=Snapshot(save_weights, optimizer.state_dict()),
         randomness=random_state(),
         fingerprint="rows",
         keep=keep,
@@ -50,7 +50,7 @@ def names(folder):
 
 def is_whole(checkpoint):
     position, fingerprint = load_position(checkpoint)
-    restore(checkpoint, torch.optim.AdamW([torch.nn.Parameter(torch.zeros(2))]))
+    restore(checkpoint, torch.optim.AdamW([torch.nn.Parameter(torch.zeros(2))]).load_state_dict)
     return fingerprint == "rows" and (checkpoint / "weights").read_text() == str(position.step)
 
 
@@ -118,8 +118,7 @@ def test_a_failing_save_of_weights_leaves_the_latest_checkpoint(folder):
         save_checkpoint(
             folder,
             Position(step=2),
-            save_weights=lambda target: (_ for _ in ()).throw(RuntimeError("disk full")),
-            optimizer=torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))]),
+            snapshot=Snapshot(lambda target: (_ for _ in ()).throw(RuntimeError("disk full")), {}),
             randomness=random_state(),
             fingerprint="rows",
             keep=1,
@@ -153,7 +152,7 @@ def test_optimizer_state_comes_back_bit_for_bit(folder):
         optimizer.step()
     checkpoint = save(folder, 1, optimizer=optimizer)
     other = torch.optim.AdamW([torch.nn.Parameter(parameter.detach().clone())], lr=0.5)
-    restore(checkpoint, other)
+    restore(checkpoint, other.load_state_dict)
     assert str(other.state_dict()) == str(optimizer.state_dict())
 
 

@@ -6,23 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
-import yaml
 from safetensors.torch import load_file
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from longstraw import cli
-from longstraw.models.tiny import tiny_model
+from training.small_run import EXPERTS, lines_of, tensors_of, write_run
 
-SPECIAL = ["<pad>", "<s>", "</s>"]  # numbers 0 to 2, as in the small models
-TOPK = 16
-# Shorter than the selection, longer than it, and longer than two chunks.
-PROMPTS = ["Say it.", "Say which of the letters is odd.", "Once upon a time " * 3 + "there was"]
-REWARDS = """
-def odd_letters(completions):
-    return [sum(ord(letter) % 7 for letter in text) / (1 + len(text)) for text in completions]
-"""
-EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+TOPK = 16  # the prompts are shorter than the selection, longer than it, and longer than two chunks
 
 
 @dataclass(frozen=True)
@@ -31,16 +20,6 @@ class Runs:
 
     whole: Path
     parts: Path
-
-
-def save_model(folder):
-    vocabulary = {token: number for number, token in enumerate(SPECIAL + sorted(pre_tokenizers.ByteLevel.alphabet()))}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>").save_pretrained(folder)
-    tiny_model("glm_moe_dsa", vocab_size=len(vocabulary), index_topk=TOPK).save_pretrained(folder)
-    return folder
 
 
 def train(config, output, *options):
@@ -55,26 +34,9 @@ def train(config, output, *options):
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("latent")
-    model = save_model(folder / "model")
-    rows = [{"prompt": prompt, "answer": "e"} for prompt in PROMPTS]
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "reward_code.py").write_text(REWARDS)
-    tree = {
-        "model": {"name": str(model), "dtype": "float32", "adapter": {"r": 2, "target_parameters": EXPERTS}},
-        "engine": {"chunk_tokens": 24},
-        "data": {"rows": str(folder / "rows.jsonl"), "shuffle": False},
-        "rewards": [{"function": f"{folder}/reward_code.py:odd_letters"}],
-        "sampling": {"num_generations": 3, "max_completion_length": 12},
-        "optimizer": {"learning_rate": 0.01},
-        "run": {
-            "output_dir": str(folder / "whole"),
-            "max_steps": 2,
-            "prompts_per_step": 3,
-            "save_steps": 1,
-            "track_memory_steps": 1,
-        },
-    }
-    (folder / "run.yaml").write_text(yaml.safe_dump(tree))
+    adapter = {"r": 2, "target_parameters": EXPERTS}
+    model = {"name": str(folder / "model"), "dtype": "float32", "adapter": adapter}
+    write_run(folder, "glm_moe_dsa", index_topk=TOPK, sections={"model": model})
     whole, parts = folder / "whole", folder / "parts"
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(folder))  # restores the path, which the command line extends
@@ -82,16 +44,6 @@ def runs(tmp_path_factory):
         train(folder / "run.yaml", parts, "--set", "run.max_steps=1")
         train(folder / "run.yaml", parts, "--resume")
     return Runs(whole, parts)
-
-
-def lines_of(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def tensors_of(checkpoint):
-    optimizer = torch.load(checkpoint / "optimizer.pt", weights_only=True)
-    moments = {f"{i}.{name}": value for i, state in optimizer["state"].items() for name, value in state.items()}
-    return {**load_file(checkpoint / "adapter_model.safetensors"), **moments}
 
 
 def test_two_steps_equal_one_and_one_resumed_bit_for_bit(runs):

@@ -54,7 +54,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(runner, tmp_path):
     position, _ = load_position(checkpoint)
     second = runner.training(run={"max_steps": 6}, folder=open_resumed(runner.folder, "config", step=position.step))
     second.engine.parameter.data.copy_(torch.load(checkpoint / "weights.pt"))
-    restore(checkpoint, second.optimizer)
+    restore(checkpoint, second.optimizer.load_state_dict)
     train(second, position)
     assert torch.equal(second.engine.parameter, whole.engine.parameter)
     assert str(second.optimizer.state_dict()) == str(whole.optimizer.state_dict())

@@ -1,7 +1,6 @@
 import pytest
 
-from longstraw.records import ForwardBackwardReport, LossMetrics, Prompt, Response, StepReport
-from longstraw.training.data import Row
+from longstraw.records import ForwardBackwardReport, LossMetrics, StepReport
 from longstraw.training.metrics import Rollout, StepOutcome, reward_metrics, step_line, step_metrics
 from longstraw.training.progress import StageCosts
 from longstraw.training.rewards import ScoredGroup
@@ -23,9 +22,8 @@ def report(loss_sum, denominator, num_tokens, *, num_skipped=0, **metrics):
 
 
 def outcome(reports, *, stepped=True, costs=None):
-    responses = [Response([1, 2, 3], truncated=True), Response([1])]
-    row = Row(0, "row 0", "a", {})
-    rollout = Rollout(row, Prompt([1, 2]), responses, ["x", "y"], ScoredGroup([1.0, 0.0], {"f": [1.0, None]}))
+    scored = ScoredGroup([1.0, 0.0], {"f": [1.0, None]})
+    rollout = Rollout(0, 2, "a", ["x", "y"], [3, 1], [True, False], scored)
     return StepOutcome([rollout], reports, StepReport(stepped, 1.0, 0.5, 1), 1e-3, 2.0, costs or StageCosts())
 
 

@@ -18,6 +18,7 @@ from longstraw.execution.score import score_trajectories
 from longstraw.execution.state import PromptState, Stamp
 from longstraw.execution.transaction import GradientSums
 from longstraw.execution.update import capture_prompt, group_advantages, group_loss, num_tree_tokens, replay_group
+from longstraw.grpo.losses import GRPO
 from longstraw.grpo.objective import GroupFunction, Objective, as_objective
 from longstraw.models.decoder import Decoder
 from longstraw.parallel.topology import Topology
@@ -44,8 +45,9 @@ class Engine:
     device memory, so that a longer prompt takes host memory only (slower, same gradients). `max_state_age`: by how
     many optimizer steps a state may be older than the policy it is used with. `topology`: the ranks that share the work
     (`Topology.create`); those of a context axis make the same calls with the same inputs, those of a data axis have
-    groups of their own. The model stays usable as before; its trained parameters' `.grad` is the engine's. Raises
-    `UnsupportedError` before any memory is allocated if the model or a feature of it is not supported.
+    groups of their own, and an expert axis keeps a part of the model's routed experts on each rank, in place. Otherwise
+    the model stays usable as before; its trained parameters' `.grad` is the engine's. Raises `UnsupportedError` before
+    any memory is allocated if the model or a feature of it is not supported.
     """
 
     def __init__(  # noqa: PLR0913 (the settings of an engine, by keyword only)
@@ -131,7 +133,9 @@ class Engine:
         `objective` is `GRPO(...)` or a function of a group's token logprobs (see `longstraw.grpo.objective`).
         `states` are the groups' captured prompts; without them each prompt is captured here and freed. Groups that
         cannot give a gradient (equal rewards without KL term, every response truncated and masked) are skipped and
-        counted. If it raises while it runs, all sums since the last step are dropped: a part of a group is no gradient.
+        counted. With `scale_rewards="batch"` the groups of all ranks of a data axis are the batch, and all call this
+        alike, those without groups too. If it raises while it runs, all sums since the last step are dropped: a part of
+        a group is no gradient.
         """
         checked = as_objective(objective)
         if not isinstance(checked, GroupFunction) and checked.needs_reference:
@@ -141,7 +145,8 @@ class Engine:
         for index, group in enumerate(groups):
             self._check_group(group, index)
         self._check_states(groups, states)
-        advantages = group_advantages(groups, checked)
+        others = self._agreement.groups_of_others(groups) if _needs_the_whole_batch(checked) else []
+        advantages = group_advantages([*groups, *others], checked)[: len(groups)]
         for group, advantages_G in zip(groups, advantages, strict=True):
             self._agreement.check_inputs("group", group.prompt, *group.responses, advantages_G)
         num_bytes_before = self._agreement.bytes_sent()
@@ -195,7 +200,7 @@ class Engine:
         self._gradients.sum_over(self._agreement.sum_gradients)
         self._gradients.divide(divisor)
         try:
-            norm = self._gradients.norm()
+            norm = self._agreement.norm(self._gradients.totals())
             if max_grad_norm is not None and norm > max_grad_norm:
                 self._gradients.scale(max_grad_norm / (norm + 1e-6))
         finally:
@@ -297,6 +302,11 @@ class Engine:
         if age == 0 and state.stamp.parameter_writes != self._parameter_writes():
             raise StaleStateError("trained parameters were changed since the state was captured; capture again.")
         assert state.node is not None, "raises when freed"
+
+
+def _needs_the_whole_batch(objective: Objective | GroupFunction) -> bool:
+    """Whether rewards that other ranks of a data axis have change the advantages here."""
+    return isinstance(objective, GRPO) and objective.scale_rewards == "batch"
 
 
 def _nothing_to_learn(

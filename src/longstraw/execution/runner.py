@@ -70,6 +70,16 @@ class Runner:
         last = node.chunks[-1]
         return self.split(last).owner(last.num_tokens - 1)
 
+    def as_on_first_rank(self, tensor: Tensor) -> Tensor:
+        """What the first rank of the context axis has, on all of them; of one process, itself.
+
+        Ranks that compute the same may round differently (other ranks' tokens beside theirs in a product), and a
+        sampled token must be the same everywhere.
+        """
+        if not self.is_divided:
+            return tensor
+        return self.context.start_broadcast(tensor.contiguous(), 0, kind="samples").wait()
+
     def sum_over_context(self, share: Tensor, *, kind: str) -> Tensor:
         """The sum of what the ranks of the context axis have; of one process, itself."""
         return self.context.all_reduce_sum(share, kind=kind) if self.is_divided else share

@@ -30,7 +30,7 @@ def sample_responses(run: Runner, node: NodeState, num_responses: int, settings:
     lengths_G = torch.full_like(finished_G, settings.max_new_tokens, dtype=torch.int64)
     tokens, logprobs = [], []
     for step in range(settings.max_new_tokens):
-        tokens_G, logprobs_G = draw(logits_GV, settings, generator)
+        tokens_G, logprobs_G = (run.as_on_first_rank(x) for x in draw(logits_GV, settings, generator))
         tokens.append(tokens_G)
         logprobs.append(logprobs_G)
         stopped_G = torch.isin(tokens_G, stops) & ~finished_G

@@ -1,8 +1,8 @@
 """The seams of a chunk whose tokens are divided over a context axis: the same layers, their state met by exchanges.
 
-Keys and values stay where they were computed and queries are sent to them; latents stream past the queries, or are
-fetched where they are selected; DeltaNet layers trade tokens for heads. Every rank runs every layer of every chunk,
-also without tokens of its own.
+Keys and values stay where they were computed and queries are sent to them; latents stream past the queries, or get them
+sent too where that moves fewer bytes, or are fetched where they are selected; DeltaNet layers trade tokens for heads.
+Every rank runs every layer of every chunk, also without tokens of its own.
 
 Shape suffixes: as in `seams.py`; T are this rank's tokens of the chunk.
 """
@@ -22,6 +22,7 @@ from longstraw.parallel.heads import heads_to_tokens, tokens_to_heads
 from longstraw.parallel.ownership import ChunkSplit, NodeSplit
 from longstraw.parallel.selected_rows import DividedIndexKeys, SelectedSetting, attend_selected, select_streamed
 from longstraw.parallel.streamed_rows import DividedRows, StreamedRows, StreamSetting
+from longstraw.parallel.work import AttentionWidths, cheaper_exchange
 from longstraw.state.kinds import LatentKind
 from longstraw.state.node import Chunk, NodeState
 
@@ -81,6 +82,11 @@ class SplitLatentSeam:
     ) -> Tensor:
         num_own = self.chunk.num_own_tokens
         q_HTW, rows_TW = q_BHTW[0, :, :num_own], rows_BTW[0, :num_own]
+        if self.kind.topk is None and self._sends_queries(q_HTW.shape[0], rows_TW):
+            out_HTV = self._attend_by_sent_queries(q_HTW, rows_TW, scale)[..., :latent_width]
+            if self.writes:
+                self.node.latent(self.layer).write(rows_TW, None)
+            return _with_stand_in(out_HTV[None], q_BHTW.shape[2], dim=2)
         state, split = self.node.latent(self.layer), self.run.split(self.chunk)
         start, num_tokens = self.node.start + self.chunk.begin, self.chunk.num_tokens
         num_dense = num_tokens if self.kind.topk is None else min(max(self.kind.topk - start, 0), num_tokens)
@@ -112,6 +118,29 @@ class SplitLatentSeam:
         if self.writes:
             state.write(rows_TW, None if index is None else index.key_BTD[0, :num_own])
         return _with_stand_in(torch.cat(parts, 1)[None], q_BHTW.shape[2], dim=2)
+
+    def _sends_queries(self, num_heads: int, rows_TW: Tensor) -> bool:
+        """Whether that moves fewer bytes for this chunk, counted; where values are cut from rows they travel whole."""
+        width = rows_TW.shape[1]
+        widths = AttentionWidths(num_heads, width, width, width, rows_TW.element_size())
+        split, num_before = self.run.split(self.chunk), self.node.start + self.chunk.begin
+        return cheaper_exchange(widths, split, num_before) == "send_queries"
+
+    def _attend_by_sent_queries(self, q_HTW: Tensor, rows_TW: Tensor, scale: float) -> Tensor:
+        """Rows are one key head whose value is the key."""
+        d_own = self.node.latent(self.layer).own_cotangents(self.chunk.own_begin, self.chunk.own_end)
+        no_window = torch.empty(0, dtype=torch.int64)
+        keys = SplitKeys(
+            exchange=self.run.context,
+            split=self.run.split(self.chunk),
+            earlier=[OwnedKeys(rows.mine, no_window) for rows in self._earlier() if rows.mine is not None],
+            start=self.node.start + self.chunk.begin,
+            scale=scale,
+            keys_per_backward_call=self.node.chunk_tokens,
+            d_own_key_TKD=None if d_own is None else d_own[:, None],
+        )
+        out, _ = SentQueries.apply(q_HTW, rows_TW[None], rows_TW[None], None, keys)
+        return out
 
     def _select(self, index: IndexProjections, num_dense: int, num_own_dense: int, setting: SelectedSetting) -> Tensor:
         assert self.kind.topk is not None, "an indexer selects so many"

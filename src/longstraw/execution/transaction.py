@@ -8,8 +8,6 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from longstraw.errors import LongStrawError
-
 
 class GradientSums:
     """Sums of gradients over `forward_backward` calls, kept in float32 at least.
@@ -40,9 +38,13 @@ class GradientSums:
             self._show()
             self._starts_fresh = False
 
+    def totals(self) -> dict[str, Tensor | None]:
+        """The sum of every parameter so far, None where there is none."""
+        return {name: self._total(parameter) for name, parameter in self._parameters.items()}
+
     def sum_over(self, reduce: Callable[[dict[str, Tensor | None]], Mapping[str, Tensor | None]]) -> None:
         """Replace the sums of this rank by those of all ranks, float32 at least."""
-        mine = {name: self._total(parameter) for name, parameter in self._parameters.items()}
+        mine = self.totals()
         for name, total in reduce(mine).items():
             parameter = self._parameters[name]
             if total is None or total is mine[name]:
@@ -58,19 +60,6 @@ class GradientSums:
             total = self._total(parameter)
             if total is not None:
                 total /= denominator
-
-    def norm(self) -> float:
-        """Global L2 norm. Raises `LongStrawError` naming the first parameter whose gradient is not finite."""
-        squares = 0.0
-        for name, parameter in self._parameters.items():
-            total = self._total(parameter)
-            if total is None:
-                continue
-            square = float(total.double().square().sum()) if total.numel() < 2**20 else float(total.norm()) ** 2
-            if not square < float("inf"):
-                raise LongStrawError(f"the gradient of {name} is not finite; the step was not taken.")
-            squares += square
-        return float(squares**0.5)
 
     def scale(self, factor: float) -> None:
         for parameter in self._parameters.values():

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from longstraw.errors import InputError
-from longstraw.records import ResponseGroup
+from longstraw.records import Prompt, Response, ResponseGroup
 
 SCALE_REWARDS = ("group", "batch", "none")
 
@@ -34,6 +34,11 @@ def group_advantages(groups: Sequence[ResponseGroup], scale_rewards: str = "grou
     rewards = [group.rewards for group in groups if group.rewards is not None]
     batch_std = _unbiased_std(torch.cat(rewards)) if rewards and scale_rewards == "batch" else None
     return [_advantages(index, group, scale_rewards, batch_std) for index, group in enumerate(groups)]
+
+
+def rewards_only(rewards: Sequence[float]) -> ResponseGroup:
+    """A group for `group_advantages` alone: its prompt and responses mean nothing."""
+    return ResponseGroup(Prompt([0]), [Response([0])] * len(rewards), rewards=rewards)
 
 
 def _advantages(index: int, group: ResponseGroup, scale_rewards: str, batch_std: Tensor | None) -> Tensor:

@@ -19,6 +19,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from longstraw.errors import InputError
+from longstraw.models.experts import as_if_whole
 from longstraw.models.wording import listed, nearest_hint, one_sentence
 
 ALL_LINEAR = "all-linear"
@@ -121,7 +122,7 @@ def with_adapter(model: PreTrainedModel, settings: LoraSettings) -> PeftModel:
         bias="none",
         task_type="CAUSAL_LM",
     )
-    with one_sentence("adapter"), _names_taken_literally(), warnings.catch_warnings():
+    with one_sentence("adapter"), _names_taken_literally(), as_if_whole(model), warnings.catch_warnings():
         # peft 0.21 reads an attribute that transformers 5.24 renamed; nothing a user could do about it.
         warnings.filterwarnings("ignore", ".is_gradient_checkpointing. is deprecated", FutureWarning)
         adapted = get_peft_model(model, config)

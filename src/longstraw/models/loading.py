@@ -13,31 +13,40 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, Protocol
 
 import torch
 from peft import PeftModel
+from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     BitsAndBytesConfig,
     GgufConfig,
-    PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 from transformers.utils import logging as transformers_logging
 
 from longstraw.errors import InputError
-from longstraw.models.adapters import LoraSettings, check_targets, linear_widths, with_adapter
+from longstraw.models.adapters import LoraSettings, check_targets, with_adapter
+from longstraw.models.experts import ExpertAxis, Part
+from longstraw.models.part_loading import checkpoint_folder, open_part, with_fewer_experts
 from longstraw.models.wording import listed, one_sentence
 
 __all__ = ["LoraSettings", "load_model", "load_tokenizer", "torch_dtype"]
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-MIN_NF4_WIDTH = 64  # one block of 4-bit weights shares a scale
+MIN_NF4_WIDTH = 64  # one block of 4-bit weights, inputs of one output, shares a scale
 WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
+
+
+class HasExpertAxis(Protocol):
+    """A `Topology`, or what else says which part of the experts this process has."""
+
+    @property
+    def expert(self) -> ExpertAxis: ...
 
 
 @dataclass(frozen=True)
@@ -64,13 +73,15 @@ def load_model(
     quantization: Literal["nf4"] | None = None,
     gguf_file: str | None = None,
     device: str = "auto",
+    topology: HasExpertAxis | None = None,
 ) -> PreTrainedModel | PeftModel:
     """The model, ready to train: all parameters require grad, or with `adapter` only the adapter's.
 
     `name`: hub id, folder (of transformers files, or with exactly one .gguf file), or path of a .gguf file, whose
     weights are unpacked to `dtype` ("bfloat16", "float16", "float32"). Adapter parameters are float32 and drawn from
     torch's generator. `quantization="nf4"` keeps linear weights in 4 bits and needs an adapter. `device`: "auto" is a
-    CUDA device if there is one, else the CPU. A multimodal checkpoint gives its text model.
+    CUDA device if there is one, else the CPU. A multimodal checkpoint gives its text model. With a `topology`
+    that has an expert axis, this rank's part of the routed experts is loaded, for an `Engine` with the same topology.
 
     Raises `InputError`, one sentence: no such folder or model, weights missing from the checkpoint, unknown dtype or
     device, an adapter that would train nothing (with the names that exist), 4 bits that cannot work. Warns once if
@@ -91,7 +102,8 @@ def load_model(
         _check_widths(outline)
     if adapter is not None:
         check_targets(outline, adapter)
-    model = _read_weights(source, config, weight_dtype, quantization=quantization, device=place)
+    part = None if topology is None or topology.expert.degree == 1 else Part.of_axis(topology.expert, outline)
+    model = _read_weights(source, outline, weight_dtype, quantization=quantization, device=place, part=part)
     if adapter is None:
         return model.requires_grad_(True)
     return with_adapter(model, adapter)
@@ -116,7 +128,7 @@ def torch_dtype(name: str) -> torch.dtype:
 
 def _torch_device(name: str) -> torch.device:
     if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     try:
         device = torch.device(name)
     except RuntimeError:
@@ -179,16 +191,23 @@ def _check_gguf(source: _Source) -> None:
 def _check_widths(outline: PreTrainedModel) -> None:
     head = outline.get_output_embeddings()
     kept = tuple(outline._keep_in_fp32_modules or ())  # transformers leaves these out of 4 bits: index weights
-    for name, width in linear_widths(outline):
+    for name, module in outline.named_modules():
+        width = module.in_features if isinstance(module, nn.Linear) else MIN_NF4_WIDTH
         if width < MIN_NF4_WIDTH and outline.get_submodule(name) is not head and not name.endswith(kept):
             raise InputError(
-                f"model: nf4 needs linear layers at least {MIN_NF4_WIDTH} wide, {name} is {width}; "
+                f"model: nf4 needs linear layers of at least {MIN_NF4_WIDTH} inputs, {name} has {width}; "
                 "leave quantization out for so small a model."
             )
 
 
 def _read_weights(
-    source: _Source, config: PretrainedConfig, dtype: torch.dtype, *, quantization: str | None, device: torch.device
+    source: _Source,
+    outline: PreTrainedModel,
+    dtype: torch.dtype,
+    *,
+    quantization: str | None,
+    device: torch.device,
+    part: Part | None,
 ) -> PreTrainedModel:
     quantizer: BitsAndBytesConfig | GgufConfig | None = None
     if source.gguf_file is not None:
@@ -202,16 +221,22 @@ def _read_weights(
             bnb_4bit_compute_dtype=dtype,
         )
     with _quiet(), one_sentence(source.label):
-        model, found = AutoModelForCausalLM.from_pretrained(
-            source.name,
-            gguf_file=source.gguf_file,
-            dtype=dtype,
-            quantization_config=quantizer,
-            device_map={"": device},
-            local_files_only=source.is_local,
-            trust_remote_code=False,
-            output_loading_info=True,
-        )
+        settings = {
+            "dtype": dtype,
+            "quantization_config": quantizer,
+            "device_map": {"": device},
+            "output_loading_info": True,
+        }
+        if part is None:
+            model, found = AutoModelForCausalLM.from_pretrained(
+                source.name,
+                gguf_file=source.gguf_file,
+                local_files_only=source.is_local,
+                trust_remote_code=False,
+                **settings,
+            )
+        else:
+            model, found = _read_part(source, outline, part, settings)
     if found["missing_keys"]:
         missing = sorted(found["missing_keys"])
         raise InputError(
@@ -223,6 +248,23 @@ def _read_weights(
         # 0.50); no supported model has dropout, so training mode changes nothing else.
         model.train()
     return model
+
+
+def _read_part(
+    source: _Source, outline: PreTrainedModel, part: Part, settings: dict[str, Any]
+) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """The model with this part of the routed experts; the others' weights are not read."""
+    if source.gguf_file is not None:
+        raise InputError(f"{source.label}: experts of a GGUF file cannot be divided; save the model to a folder first.")
+    folder = checkpoint_folder(source.name, is_local=source.is_local)
+    model_class = type(outline)
+    with open_part(folder, outline, part) as tensors:
+        model, found = with_fewer_experts(model_class, part).from_pretrained(
+            None, config=outline.config, state_dict=tensors, **settings
+        )
+    model.__class__ = model_class
+    model.config.name_or_path = model.name_or_path = source.name  # adapters are saved with it
+    return model, found
 
 
 @contextmanager

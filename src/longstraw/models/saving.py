@@ -7,15 +7,17 @@ folder can be used by both without LongStraw.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 from peft import PeftModel, get_peft_model_state_dict, set_peft_model_state_dict
 from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from longstraw.errors import InputError
+from longstraw.models.experts import divided_experts, expert_parameters
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"
@@ -23,18 +25,23 @@ ADAPTER_CONFIG = "adapter_config.json"
 REREAD_NAMES = ("gate_proj", "up_proj", "down_proj", "gate", "w1", "w2", "w3")
 
 
-def save_trained(model: PeftModel | PreTrainedModel, folder: Path) -> None:
-    """Adapter weights and configuration of a peft model, else the whole model, in the dtypes they have."""
+def save_trained(model: nn.Module, folder: Path, whole: Mapping[str, Tensor] | None = None) -> None:
+    """Adapter weights and configuration of a peft model, else the whole model, in the dtypes they have.
+
+    `whole`: parameters, by name, of which the model itself holds a part only (divided experts).
+    """
+    assert isinstance(model, PeftModel | PreTrainedModel), "what load_model returns"
+    state = {**model.state_dict(), **whole} if whole else None
     if isinstance(model, PeftModel):
         # The default would ask the hub whether the base's vocabulary grew; frozen embeddings are never ours to save.
-        model.save_pretrained(str(folder), save_embedding_layers=False)
+        model.save_pretrained(str(folder), save_embedding_layers=False, state_dict=state)
         _keep_names_from_being_reread(model, folder / ADAPTER_CONFIG)
     else:
-        model.save_pretrained(str(folder))
+        model.save_pretrained(str(folder), state_dict=state)
 
 
 def load_adapter(model: PeftModel, folder: Path) -> None:
-    """Copy a saved adapter's weights into the model's, bit for bit.
+    """Copy a saved adapter's weights into the model's, bit for bit; of divided experts this rank's part.
 
     Raises `InputError` if the folder has no adapter or it is not of the model's shape.
     """
@@ -45,6 +52,11 @@ def load_adapter(model: PeftModel, folder: Path) -> None:
     missing = get_peft_model_state_dict(model, save_embedding_layers=False).keys() - weights.keys()
     if missing:
         raise InputError(f"checkpoint: {path} lacks {min(missing)}, which the model trains.")
+    for forward in divided_experts(model)[:1]:  # all layers are divided alike
+        for name, (layout, num_local) in expert_parameters(model).items():
+            key = name.replace(".default", "")  # files leave the adapter's name out
+            if key in weights:
+                weights[key] = forward.part.of(weights[key], layout, num_local * forward.part.degree)
     try:
         result = set_peft_model_state_dict(model, weights)
     except RuntimeError as error:

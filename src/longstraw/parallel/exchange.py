@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from longstraw.errors import LongStrawError
+from longstraw.errors import JointError
 from longstraw.ops.kernels import wide_dtype
 from longstraw.parallel.topology import Axis
 
@@ -140,7 +140,7 @@ class Exchange:
         return tensor if self.rank == owner else None
 
     def raise_together(self, message: str | None) -> None:
-        """Raise `LongStrawError` with the first rank's message on all ranks if any rank has one; else return.
+        """Raise `JointError` with the first rank's message on all ranks if any rank has one; else return.
 
         For errors that one rank alone can see: it reports here instead of leaving the others in a collective.
         """
@@ -150,7 +150,7 @@ class Exchange:
         if not any(lengths):
             return
         texts = self.all_gather_tokens(text, lengths, dim=0, kind="agreement")
-        raise LongStrawError(next(bytes(t.tolist()).decode() for t in texts if len(t) > 0))
+        raise JointError(next(bytes(t.tolist()).decode() for t in texts if len(t) > 0))
 
     def _count(self, kind: str, num_numbers: int, tensor: Tensor) -> None:
         self.traffic.add(kind, num_numbers * tensor.element_size())

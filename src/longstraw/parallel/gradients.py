@@ -25,7 +25,7 @@ DIGEST_BLOCK = 2**22
 
 @dataclass(frozen=True, eq=False)
 class ParameterClass:
-    """Parameters that are divided alike. Ranks of `copies` hold the same names in the same order."""
+    """Parameters that are divided alike. Ranks of `copies` and of `parts` hold the same names, alike ordered."""
 
     parameters: Mapping[str, Tensor]
     copies: Axis = field(default_factory=Axis)  # the ranks that hold these parameters as well
@@ -37,15 +37,17 @@ def sum_gradients(
 ) -> dict[str, Tensor | None]:
     """The sum of every parameter's gradient over its copies, as new tensors in float32 at least.
 
-    A rank without a gradient (None) counts as zeros; a parameter that no rank has one for gets None everywhere. After
-    this call all copies hold the same bits. Collectives: a sum of one number per parameter ("agreement"), then one flat
-    sum per dtype ("gradients"), whose buffer the results are views of.
+    A rank without a gradient (None) counts as zeros; a parameter that no rank of `copies` or `parts` has one for gets
+    None everywhere: with its parts on one rank it would be one parameter. After this call all copies hold the same
+    bits. Collectives: sums of one number per parameter ("agreement"), then one flat sum per dtype ("gradients"), whose
+    buffer the results are views of.
     """
     exchange = Exchange(kind.copies, traffic)
     names = list(kind.parameters)
     has = torch.tensor([gradients[name] is not None for name in names], dtype=torch.int32, device=kind.copies.device)
-    num_with = exchange.all_reduce_sum(has, kind="agreement").tolist()
-    shared = [name for name, count in zip(names, num_with, strict=True) if count > 0]
+    num_copies_with = exchange.all_reduce_sum(has, kind="agreement")
+    num_with = Exchange(kind.parts, traffic).all_reduce_sum(num_copies_with, kind="agreement")
+    shared = [name for name, count in zip(names, num_with.tolist(), strict=True) if count > 0]
     sums: dict[str, Tensor | None] = dict.fromkeys(names)
 
     def dtype_of(name: str) -> torch.dtype:
@@ -63,7 +65,7 @@ def sum_gradients(
 def global_norm(classes: Sequence[tuple[ParameterClass, Mapping[str, Tensor | None]]], world: Exchange) -> float:
     """L2 norm over all parameters of the job, each counted once, from their final gradients; the same on all ranks.
 
-    Raises `LongStrawError` on all ranks, naming a parameter, if any gradient is not finite. Collectives: the agreement
+    Raises `JointError` on all ranks, naming a parameter, if any gradient is not finite. Collectives: the agreement
     on that, and a sum for each class that has parts.
     """
     squares, broken = [], []
@@ -84,7 +86,7 @@ def global_norm(classes: Sequence[tuple[ParameterClass, Mapping[str, Tensor | No
 def check_same_parameters(classes: Sequence[ParameterClass], world: Exchange) -> None:
     """Compare a digest of every parameter's bits over its copies; 16 bytes a parameter travel.
 
-    Raises `LongStrawError` with one message on all ranks, naming the first parameter that differs.
+    Raises `JointError` with one message on all ranks, naming the first parameter that differs.
     """
     message = None
     for kind in classes:

@@ -1,7 +1,8 @@
 """The axes of a job: how many ranks divide groups of responses (data), tokens (context) and experts (expert), and who.
 
 `data * context` is the number of processes; consecutive ranks are one context axis. The expert axis divides experts'
-parameters over ranks that the other two axes use as well: consecutive ranks too, any number that divides all.
+parameters over ranks of a context axis: consecutive ranks too, a divisor of its degree. They run the same chunks in the
+same order, which an all-to-all between them needs; ranks of a data axis, with prompts of their own, do not.
 """
 
 from __future__ import annotations
@@ -88,14 +89,6 @@ class Topology:
                 f"{num_value_heads} value heads, which the ranks share out; set context to a divisor of both."
             )
 
-    def check_experts(self, num_experts: int) -> None:
-        """Raise `UnsupportedError` unless the expert axis divides a layer's routed experts; the same on all ranks."""
-        if num_experts % self.expert.degree:
-            raise UnsupportedError(
-                f"expert={self.expert.degree} does not divide the model's {num_experts} routed experts; "
-                "set expert to a divisor of that number."
-            )
-
 
 def check_degrees(num_processes: int, *, context: int, data: int, expert: int) -> None:
     """Raise `InputError` if the degrees are not positive or do not fit so many processes."""
@@ -107,9 +100,10 @@ def check_degrees(num_processes: int, *, context: int, data: int, expert: int) -
             f"data={data} times context={context} needs {data * context} processes, but there are {num_processes}; "
             f"start {data * context} (torchrun --nproc-per-node) or change the degrees."
         )
-    if num_processes % expert:
+    if context % expert:
         raise InputError(
-            f"expert={expert} does not divide the {num_processes} processes; set expert to a divisor of that number."
+            f"expert={expert} does not divide context={context}, whose ranks share out the experts; set expert to a "
+            "divisor of that number."
         )
 
 

@@ -7,6 +7,7 @@ rank sends: a gathered or broadcast block once to each other rank. Partial outpu
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache, partial
 from typing import Literal
 
 from longstraw.parallel.ownership import ChunkSplit, NodeSplit, Order
@@ -114,17 +115,21 @@ def prompt_traffic(
     return PromptTraffic(max(capture), max(pull))
 
 
-def cheaper_exchange(
-    widths: AttentionWidths, *, num_prompt_tokens: int, chunk_tokens: int, degree: int, order: Order = "zigzag"
-) -> ExchangeKind:
-    """The exchange by which a prompt's capture and pull move fewer bytes; `send_queries` if they are equal."""
-    sent, streamed = (
-        prompt_traffic(
-            widths, kind, num_prompt_tokens=num_prompt_tokens, chunk_tokens=chunk_tokens, degree=degree, order=order
-        ).total_bytes
-        for kind in ("send_queries", "stream_state")
-    )
-    return "stream_state" if streamed < sent else "send_queries"
+@lru_cache(maxsize=1024)
+def cheaper_exchange(widths: AttentionWidths, split: ChunkSplit, num_before: int) -> ExchangeKind:
+    """The exchange by which one layer moves fewer bytes for a chunk: two forwards (capture, replay) and a backward.
+
+    A function of the chunk and of the tokens before it only, so all ranks and both forwards choose alike. Bytes are
+    those of the busiest rank, with the earlier tokens dealt out evenly; `send_queries` if they are equal.
+    """
+    num_owned = -(-num_before // split.degree)
+    sent = [
+        2 * send_queries_bytes(widths, split, rank) + send_queries_bytes(widths, split, rank, backward=True)
+        for rank in range(split.degree)
+    ]
+    stream = partial(stream_state_bytes, widths, split, num_owned_before=num_owned, num_before=num_before)
+    streamed = [2 * stream(rank) + stream(rank, backward=True) for rank in range(split.degree)]
+    return "stream_state" if max(streamed) < max(sent) else "send_queries"
 
 
 def _sum_of_range(begin: int, end: int) -> int:

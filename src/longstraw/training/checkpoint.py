@@ -17,6 +17,7 @@ import torch
 
 from longstraw.errors import InputError
 from longstraw.training.randomness import RandomState, restore_random_state
+from longstraw.training.trained_state import Snapshot
 
 LATEST = "latest"
 POSITION_FILE = "position.json"
@@ -40,8 +41,7 @@ def save_checkpoint(
     folder: Path,
     position: Position,
     *,
-    save_weights: Callable[[Path], None],
-    optimizer: torch.optim.Optimizer,
+    snapshot: Snapshot,
     randomness: RandomState,
     fingerprint: str,
     keep: int | None,
@@ -56,8 +56,8 @@ def save_checkpoint(
     if aside.exists():
         shutil.rmtree(aside)  # left by a run that was killed here
     aside.mkdir(parents=True)
-    save_weights(aside)
-    torch.save(optimizer.state_dict(), aside / OPTIMIZER_FILE)
+    snapshot.save_weights(aside)
+    torch.save(snapshot.optimizer, aside / OPTIMIZER_FILE)
     torch.save(asdict(randomness), aside / RANDOM_FILE)
     (aside / POSITION_FILE).write_text(json.dumps({**asdict(position), "rows": fingerprint}, indent=2) + "\n")
     _flush_tree(aside)
@@ -91,9 +91,9 @@ def load_position(checkpoint: Path) -> tuple[Position, str]:
     return Position(**values), fingerprint
 
 
-def restore(checkpoint: Path, optimizer: torch.optim.Optimizer) -> None:
+def restore(checkpoint: Path, load_optimizer: Callable[[dict[str, object]], None]) -> None:
     """Put optimizer and random state back as they were, bit for bit. The weights are loaded before."""
-    optimizer.load_state_dict(torch.load(checkpoint / OPTIMIZER_FILE, weights_only=True, map_location="cpu"))
+    load_optimizer(torch.load(checkpoint / OPTIMIZER_FILE, weights_only=True, map_location="cpu"))
     restore_random_state(RandomState(**torch.load(checkpoint / RANDOM_FILE, weights_only=True, map_location="cpu")))
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
+
+from longstraw.errors import LongStrawError
 from longstraw.training.checkpoint import Position
 from longstraw.training.metrics import Metrics, reward_metrics
 from longstraw.training.prompts import completion_text, encode_prompt
@@ -14,11 +17,12 @@ def evaluate(training: Training, evaluation: Evaluation, position: Position) -> 
 
     The same seeds every time: what changes between two evaluations is the policy.
     """
+    ranks = training.ranks
     scored: list[ScoredGroup] = []
-    lengths: list[int] = []
-    truncated: list[bool] = []
-    with training.meter.measure():
-        for row in evaluation.rows:
+    lengths: list[list[int]] = []
+    truncated: list[list[bool]] = []
+    with training.meter.measure(), ranks.together(LongStrawError):
+        for row in ranks.share(evaluation.rows):
             seed = draw_seed(training.config.run.seed, "evaluation", row.index)
             settings = sampling_settings(training.config.sampling, training.stop_ids, seed)
             with training.engine.capture(encode_prompt(training.tokenizer, row)) as state:
@@ -26,20 +30,22 @@ def evaluate(training: Training, evaluation: Evaluation, position: Position) -> 
             texts = [completion_text(training.tokenizer, response) for response in responses]
             completions = Completions(texts, [response.token_ids.tolist() for response in responses])
             trainer_state = TrainerState(position.step, training.max_steps, position.rows_drawn / len(training.rows))
-            scored.append(score_group(evaluation.metrics, row, completions, trainer_state))
-            lengths += [len(response) for response in responses]
-            truncated += [response.truncated for response in responses]
-    means = reward_metrics(scored)
-    metrics: Metrics = {"step": position.step, "num_rows": len(evaluation.rows), "num_responses": len(lengths)}
+            scored.append(ranks.once(partial(score_group, evaluation.metrics, row, completions, trainer_state)))
+            lengths.append([len(response) for response in responses])
+            truncated.append([response.truncated for response in responses])
+    means = reward_metrics(ranks.gather_shares(scored))
+    all_lengths = [length for row in ranks.gather_shares(lengths) for length in row]
+    all_truncated = [is_truncated for row in ranks.gather_shares(truncated) for is_truncated in row]
+    metrics: Metrics = {"step": position.step, "num_rows": len(evaluation.rows), "num_responses": len(all_lengths)}
     metrics |= {
         function.name: means[f"rewards/{function.name}/mean"]
         for function in evaluation.metrics
         if f"rewards/{function.name}/mean" in means
     }
-    metrics |= {"completions/mean_length": sum(lengths) / len(lengths)}
-    metrics |= {"completions/clipped_ratio": sum(truncated) / len(truncated)}
+    metrics |= {"completions/mean_length": sum(all_lengths) / len(all_lengths)}
+    metrics |= {"completions/clipped_ratio": sum(all_truncated) / len(all_truncated)}
     training.folder.append("evaluations", metrics)
     names = [function.name for function in evaluation.metrics if function.name in metrics]
     summary = "  ".join(f"{name} {metrics[name]:.3f}" for name in names)
-    training.say(f"held-out after step {position.step}: {summary}  ({len(lengths)} responses)")
+    training.say(f"held-out after step {position.step}: {summary}  ({len(all_lengths)} responses)")
     return metrics

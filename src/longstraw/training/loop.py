@@ -1,7 +1,8 @@
 """The training loop: rows, capture, sampling, rewards, replay, transaction, log, checkpoint.
 
 One prompt state is alive at a time. Everything a step draws follows from the seed and the position, so that a resumed
-run takes the same steps.
+run takes the same steps. In a job the rows of a step are dealt out over the data axis; the ranks of a context axis do
+the same things with the same rows, and the first of them calls the reward functions.
 """
 
 from __future__ import annotations
@@ -12,12 +13,15 @@ from dataclasses import replace
 
 import torch
 
-from longstraw.records import ForwardBackwardReport, Prompt, Response, StepReport
+from longstraw.errors import LongStrawError
+from longstraw.grpo.advantages import rewards_only
+from longstraw.records import ForwardBackwardReport, Prompt, Response, ResponseGroup, StepReport
 from longstraw.training.checkpoint import Position, save_checkpoint
 from longstraw.training.data import Row, rows_at
 from longstraw.training.evaluation import evaluate
 from longstraw.training.metrics import Rollout, StepOutcome, completion_records, step_line, step_metrics
 from longstraw.training.optimizer import learning_rate_at, set_learning_rate
+from longstraw.training.progress import StageCosts
 from longstraw.training.prompts import completion_text, encode_prompt
 from longstraw.training.randomness import RandomState, random_state, undisturbed_randomness
 from longstraw.training.rewards import Completions, TrainerState, score_group
@@ -37,8 +41,9 @@ def train(training: Training, start: Position) -> Position:
         randomness, stamp = random_state(), _weights_stamp(training.optimizer)
         try:
             position = train_on_next_rows(training, position)
-        except Exception:
-            if position.step > saved.step and _weights_stamp(training.optimizer) == stamp:
+        except Exception as error:
+            is_whole = _weights_stamp(training.optimizer) == stamp
+            if position.step > saved.step and is_whole and training.ranks.can_save_after(error):
                 _save(training, position, randomness)
             raise
         if _is_save_due(training, position):
@@ -50,45 +55,66 @@ def train(training: Training, start: Position) -> Position:
 
 def train_on_next_rows(training: Training, position: Position) -> Position:
     """Sample responses to the next rows and take one optimizer step on them, or `num_iterations`."""
-    engine, objective = training.engine, training.objective
+    engine, objective, ranks = training.engine, training.objective, training.ranks
+    rows = _next_rows(training, position)
     rollouts: list[Rollout] = []
+    groups: list[ResponseGroup] = []
     reports: list[ForwardBackwardReport] = []
     with training.meter.measure(counts_memory=training.counts_memory(position.step)) as costs:
         started = time.perf_counter()
-        for row in _next_rows(training, position):
-            prompt = encode_prompt(training.tokenizer, row)
-            with engine.capture(prompt) as state:
-                seed = draw_seed(
-                    training.config.run.seed, position.step, position.rows_drawn + len(rollouts), row.index
-                )
-                settings = sampling_settings(training.config.sampling, training.stop_ids, seed)
-                responses = engine.sample(state, training.config.sampling.num_generations, settings)
-                rollout = _score(training, position, row, prompt, responses)
-                if not training.advantages_need_the_whole_step:
-                    reports.append(engine.forward_backward([rollout.group], objective, states=[state]))
-            rollouts.append(rollout)
+        with ranks.together(LongStrawError):
+            for place, row in ranks.share(list(enumerate(rows))):
+                prompt = encode_prompt(training.tokenizer, row)
+                with engine.capture(prompt) as state:
+                    seed = draw_seed(training.config.run.seed, position.step, position.rows_drawn + place, row.index)
+                    settings = sampling_settings(training.config.sampling, training.stop_ids, seed)
+                    responses = engine.sample(state, training.config.sampling.num_generations, settings)
+                    rollout = _score(training, position, row, prompt, responses)
+                    group = ResponseGroup(prompt, responses, rewards=rollout.scored.totals)
+                    if not training.advantages_need_the_whole_step:
+                        reports.append(engine.forward_backward([group], objective, states=[state]))
+                rollouts.append(rollout)
+                groups.append(group)
         if training.advantages_need_the_whole_step:
-            reports.append(engine.forward_backward([rollout.group for rollout in rollouts], objective))
+            reports.append(engine.forward_backward(groups, objective))
         step_report, learning_rate = _optimizer_step(training, position)
     seconds = time.perf_counter() - started
-    outcome = StepOutcome(rollouts, reports, step_report, learning_rate, seconds, costs)
-    position = _log(training, replace(position, rows_drawn=position.rows_drawn + len(rollouts)), outcome)
+    rollouts = ranks.gather_shares(rollouts)
+    outcome = _outcome(training, rollouts, reports, (step_report, learning_rate), seconds, costs)
+    position = _log(training, replace(position, rows_drawn=position.rows_drawn + len(rows)), outcome)
     _log_completions(training, position.step, rollouts)
     for _ in range(1, training.config.run.num_iterations):
-        position = _train_again(training, position, rollouts)
+        position = _train_again(training, position, rollouts, groups)
     return position
 
 
-def _train_again(training: Training, position: Position, rollouts: Sequence[Rollout]) -> Position:
+def _train_again(
+    training: Training, position: Position, rollouts: Sequence[Rollout], groups: Sequence[ResponseGroup]
+) -> Position:
     """One more step on the same responses. The policy has moved, so their prompts are captured anew."""
-    groups = [rollout.group for rollout in rollouts]
     together = [groups] if training.advantages_need_the_whole_step else [[group] for group in groups]
     with training.meter.measure(counts_memory=training.counts_memory(position.step)) as costs:
         started = time.perf_counter()
-        reports = [training.engine.forward_backward(batch, training.objective) for batch in together]
-        step_report, learning_rate = _optimizer_step(training, position)
+        with training.ranks.together(LongStrawError):
+            reports = [training.engine.forward_backward(batch, training.objective) for batch in together]
+        taken = _optimizer_step(training, position)
     seconds = time.perf_counter() - started
-    return _log(training, position, StepOutcome(rollouts, reports, step_report, learning_rate, seconds, costs))
+    return _log(training, position, _outcome(training, rollouts, reports, taken, seconds, costs))
+
+
+def _outcome(
+    training: Training,
+    rollouts: Sequence[Rollout],
+    reports: Sequence[ForwardBackwardReport],
+    taken: tuple[StepReport, float],
+    seconds: float,
+    costs: StageCosts,
+) -> StepOutcome:
+    """What the ranks did together: everyone's reports, this rank's times, the highest peaks."""
+    ranks = training.ranks
+    step_report, learning_rate = taken
+    costs = costs.with_peaks_of(ranks.gather(costs))
+    return StepOutcome(rollouts, ranks.gather_shares(reports), step_report, learning_rate, seconds, costs)
 
 
 def _next_rows(training: Training, position: Position) -> list[Row]:
@@ -102,10 +128,19 @@ def _next_rows(training: Training, position: Position) -> list[Row]:
 
 
 def _score(training: Training, position: Position, row: Row, prompt: Prompt, responses: Sequence[Response]) -> Rollout:
-    texts = [completion_text(training.tokenizer, response) for response in responses]
+    tokenizer = training.tokenizer
+    texts = [completion_text(tokenizer, response) for response in responses]
     completions = Completions(texts, [response.token_ids.tolist() for response in responses])
     state = TrainerState(position.step, training.max_steps, position.rows_drawn / len(training.rows))
-    return Rollout(row, prompt, responses, texts, score_group(training.rewards, row, completions, state))
+    return Rollout(
+        row_index=row.index,
+        num_prompt_tokens=len(prompt),
+        prompt_tail=tokenizer.decode(prompt.token_ids[-PROMPT_TAIL_TOKENS:].tolist()),
+        texts=texts,
+        lengths=[len(response) for response in responses],
+        truncated=[response.truncated for response in responses],
+        scored=training.ranks.once(lambda: score_group(training.rewards, row, completions, state)),
+    )
 
 
 def _optimizer_step(training: Training, position: Position) -> tuple[StepReport, float]:
@@ -141,25 +176,27 @@ def _log(training: Training, position: Position, outcome: StepOutcome) -> Positi
 def _log_completions(training: Training, step: int, rollouts: Sequence[Rollout]) -> None:
     if not training.config.run.log_completions:
         return
-    advantages = training.objective.group_advantages([rollout.group for rollout in rollouts])
+    advantages = training.objective.group_advantages([rewards_only(rollout.scored.totals) for rollout in rollouts])
     for rollout, advantages_G in zip(rollouts, advantages, strict=True):
-        tail = training.tokenizer.decode(rollout.prompt.token_ids[-PROMPT_TAIL_TOKENS:].tolist())
-        for record in completion_records(rollout, advantages_G, step=step, prompt_tail=tail):
+        for record in completion_records(rollout, advantages_G, step=step):
             training.folder.append("completions", record)
 
 
 def _save(training: Training, position: Position, randomness: RandomState) -> None:
-    training.folder.flush()
-    path = save_checkpoint(
-        training.folder.checkpoints,
-        position,
-        save_weights=training.save_weights,
-        optimizer=training.optimizer,
-        randomness=randomness,
-        fingerprint=training.fingerprint,
-        keep=training.config.run.keep_checkpoints,
-    )
-    training.say(f"saved {path}")
+    snapshot = training.snapshot()
+    with training.ranks.together(Exception):
+        if not training.ranks.is_first:
+            return
+        training.folder.flush()
+        path = save_checkpoint(
+            training.folder.checkpoints,
+            position,
+            snapshot=snapshot,
+            randomness=randomness,
+            fingerprint=training.fingerprint,
+            keep=training.config.run.keep_checkpoints,
+        )
+        training.say(f"saved {path}")
 
 
 def _weights_stamp(optimizer: torch.optim.Optimizer) -> int:

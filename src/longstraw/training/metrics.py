@@ -12,9 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from longstraw.records import ForwardBackwardReport, LossMetrics, Prompt, Response, ResponseGroup, StepReport
+from longstraw.records import ForwardBackwardReport, LossMetrics, StepReport
 from longstraw.report.formats import bytes_text
-from longstraw.training.data import Row
 from longstraw.training.progress import StageCosts
 from longstraw.training.rewards import ScoredGroup
 
@@ -34,22 +33,20 @@ LOSS_METRIC_NAMES: Mapping[str, Callable[[LossMetrics], float]] = {
 
 @dataclass(frozen=True)
 class Rollout:
-    """The sampled and scored responses to one row."""
+    """What is told of the responses to one row: plain values, which travel between ranks."""
 
-    row: Row
-    prompt: Prompt
-    responses: Sequence[Response]
+    row_index: int
+    num_prompt_tokens: int
+    prompt_tail: str
     texts: Sequence[str]
+    lengths: Sequence[int]
+    truncated: Sequence[bool]
     scored: ScoredGroup
-
-    @property
-    def group(self) -> ResponseGroup:
-        return ResponseGroup(self.prompt, self.responses, rewards=self.scored.totals)
 
     @property
     def num_tokens(self) -> int:
         """The prompt once, and every response."""
-        return len(self.prompt) + sum(map(len, self.responses))
+        return self.num_prompt_tokens + sum(self.lengths)
 
 
 @dataclass(frozen=True)
@@ -69,14 +66,20 @@ class StepOutcome:
         return sum(report.loss_sum for report in self.reports) / denominator if denominator else 0.0
 
     @property
+    def bytes_sent(self) -> dict[str, int]:
+        """By kind, in `forward_backward`, by the first rank of each context axis."""
+        kinds = dict.fromkeys(kind for report in self.reports for kind in report.bytes_sent)
+        return {kind: sum(report.bytes_sent.get(kind, 0) for report in self.reports) for kind in kinds}
+
+    @property
     def num_skipped_groups(self) -> int:
         return sum(report.num_skipped_groups for report in self.reports)
 
 
 def step_metrics(outcome: StepOutcome, *, step: int, num_tokens: int) -> Metrics:
     """One line of metrics.jsonl. `num_tokens` is the count over the whole run."""
-    lengths = [len(response) for rollout in outcome.rollouts for response in rollout.responses]
-    truncated = [response.truncated for rollout in outcome.rollouts for response in rollout.responses]
+    lengths = [length for rollout in outcome.rollouts for length in rollout.lengths]
+    truncated = [is_truncated for rollout in outcome.rollouts for is_truncated in rollout.truncated]
     metrics: Metrics = {
         "step": step,
         "loss": outcome.loss,
@@ -95,6 +98,7 @@ def step_metrics(outcome: StepOutcome, *, step: int, num_tokens: int) -> Metrics
     }
     metrics |= {f"time/{stage}_seconds": seconds for stage, seconds in outcome.costs.seconds.items()}
     metrics |= {f"memory/{stage}_peak_bytes": peak for stage, peak in outcome.costs.stage_peak_bytes.items()}
+    metrics |= {f"traffic/{kind}_bytes": count for kind, count in outcome.bytes_sent.items()}
     if outcome.costs.peak_bytes is not None:
         metrics["memory/peak_bytes"] = outcome.costs.peak_bytes
     return metrics
@@ -117,25 +121,23 @@ def reward_metrics(groups: Sequence[ScoredGroup]) -> Metrics:
     return metrics
 
 
-def completion_records(
-    rollout: Rollout, advantages_G: Tensor, *, step: int, prompt_tail: str
-) -> list[dict[str, object]]:
+def completion_records(rollout: Rollout, advantages_G: Tensor, *, step: int) -> list[dict[str, object]]:
     """The group's lines of completions.jsonl."""
     scored = rollout.scored
     return [
         {
             "step": step,
-            "row": rollout.row.index,
-            "prompt_tail": prompt_tail,
-            "completion": rollout.texts[index],
+            "row": rollout.row_index,
+            "prompt_tail": rollout.prompt_tail,
+            "completion": text,
             "reward": scored.totals[index],
             "rewards": {name: values[index] for name, values in scored.by_function.items()},
             "advantage": advantages_G[index].item(),
-            "num_tokens": len(response),
-            "truncated": response.truncated,
+            "num_tokens": rollout.lengths[index],
+            "truncated": rollout.truncated[index],
             **{name: values[index] for name, values in scored.extra_columns.items()},
         }
-        for index, response in enumerate(rollout.responses)
+        for index, text in enumerate(rollout.texts)
     ]
 
 

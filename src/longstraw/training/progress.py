@@ -7,7 +7,7 @@ the display is a bar a stage with tokens per second and time left; elsewhere it 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -60,6 +60,13 @@ class StageCosts:
     seconds: dict[str, float] = field(default_factory=dict)
     stage_peak_bytes: dict[str, int] = field(default_factory=dict)
     peak_bytes: int | None = None
+
+    def with_peaks_of(self, costs: Sequence[StageCosts]) -> StageCosts:
+        """These, with the highest peaks of all of them."""
+        stages = dict.fromkeys(stage for each in costs for stage in each.stage_peak_bytes)
+        peaks = {stage: max(each.stage_peak_bytes.get(stage, 0) for each in costs) for stage in stages}
+        highest = max((each.peak_bytes for each in costs if each.peak_bytes is not None), default=None)
+        return StageCosts(self.seconds, peaks, highest)
 
 
 class StageMeter:
@@ -154,6 +161,12 @@ class StageBars:
         if self._task is not None:
             self._progress.remove_task(self._task)
             self._task = None
+
+
+@contextmanager
+def quiet_display() -> Iterator[StageListener]:
+    """Nothing, as a display."""
+    yield Silent()
 
 
 @contextmanager

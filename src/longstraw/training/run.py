@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 
@@ -16,8 +15,10 @@ from longstraw.records import SamplingSettings
 from longstraw.training.data import Row
 from longstraw.training.progress import StageMeter
 from longstraw.training.prompts import Tokenizer
+from longstraw.training.ranks import Ranks
 from longstraw.training.rewards import RewardFunction
 from longstraw.training.run_folder import RunFolder
+from longstraw.training.trained_state import Snapshot
 
 
 @dataclass(frozen=True)
@@ -53,9 +54,10 @@ class Training:
     evaluation: Evaluation | None
     stop_ids: tuple[int, ...]
     folder: RunFolder
-    save_weights: Callable[[Path], None]
+    snapshot: Callable[[], Snapshot]
     meter: StageMeter
     say: Callable[[str], None]  # prints one line
+    ranks: Ranks = field(default_factory=Ranks)
     said: set[str] = field(default_factory=set)
 
     @property

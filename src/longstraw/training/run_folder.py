@@ -20,10 +20,14 @@ CONFIG = "config.yaml"
 
 
 class RunFolder:
-    """Appends to the logs of one run. A line is whole on disk only after `flush`, which a checkpoint calls first."""
+    """Appends to the logs of one run. A line is whole on disk only after `flush`, which a checkpoint calls first.
 
-    def __init__(self, path: Path) -> None:
+    Of a job's ranks one writes; on the others `append` does nothing.
+    """
+
+    def __init__(self, path: Path, *, is_written_here: bool = True) -> None:
         self.path = path
+        self._is_written_here = is_written_here
 
     @property
     def checkpoints(self) -> Path:
@@ -31,6 +35,8 @@ class RunFolder:
 
     def append(self, log: str, record: Mapping[str, object]) -> None:
         """Add one line to a log: `metrics`, `completions` or `evaluations`. The record must be JSON."""
+        if not self._is_written_here:
+            return
         with (self.path / f"{log}.jsonl").open("a", encoding="utf-8") as file:
             file.write(json.dumps(record, default=str) + "\n")
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -23,16 +23,19 @@ from longstraw.execution.progress import Progress
 from longstraw.grpo.losses import GRPO
 from longstraw.models.decoder import Decoder
 from longstraw.models.loading import LoraSettings, load_model, load_tokenizer
-from longstraw.models.saving import load_adapter, save_trained
+from longstraw.models.saving import load_adapter
+from longstraw.parallel.topology import Topology
 from longstraw.training.checkpoint import Position, find_checkpoint, load_position, restore, rewind
 from longstraw.training.data import Row, load_rows
 from longstraw.training.optimizer import make_optimizer
 from longstraw.training.progress import MemoryTracking, StageMeter
 from longstraw.training.prompts import Tokenizer, count_prompt_tokens, keep_fitting_rows, stop_ids
 from longstraw.training.randomness import seed_everything
+from longstraw.training.ranks import Ranks
 from longstraw.training.rewards import RewardFunction, check_arguments, load_reward_functions
 from longstraw.training.run import Evaluation, Training, num_steps, rows_fingerprint
-from longstraw.training.run_folder import CONFIG, open_new, open_resumed, refuse_used_folder
+from longstraw.training.run_folder import CONFIG, RunFolder, open_new, open_resumed, refuse_used_folder
+from longstraw.training.trained_state import TrainedState
 
 # A checkpoint's weights and optimizer state mean nothing under other values of these.
 FIXED_ON_RESUME = ("model.adapter", "model.dtype", "model.quantization")
@@ -46,6 +49,7 @@ class Surroundings:
     display: Progress
     is_resumed: bool = False
     resume_from: Path | None = None  # None: the latest checkpoint
+    ranks: Ranks = field(default_factory=Ranks)
 
 
 @dataclass(frozen=True)
@@ -69,8 +73,60 @@ class Lengths:
 def prepare(config: RunConfig, surroundings: Surroundings) -> tuple[Training, Position]:
     """Check everything, load the model, open the run folder; the position is where training goes on.
 
-    Raises a `LongStrawError` that names the setting, the row or the file.
+    Raises a `LongStrawError` that names the setting, the row or the file. In a job all ranks call it, and what one of
+    them finds wrong is raised on all before anything is written.
     """
+    with surroundings.ranks.together(Exception):
+        found = _check(config, surroundings)
+    with surroundings.ranks.together(Exception):
+        policy = _load(config, surroundings, found)
+    with surroundings.ranks.together(Exception):
+        folder = _open_folder(config, surroundings, found.checkpoint, policy)
+    training = Training(
+        config=config,
+        engine=policy.engine,
+        tokenizer=found.tokenizer,
+        optimizer=policy.trained.optimizer,
+        objective=found.inputs.objective,
+        rows=policy.rows,
+        fingerprint=policy.fingerprint,
+        rewards=found.inputs.rewards,
+        evaluation=policy.evaluation,
+        stop_ids=found.stop_ids,
+        folder=folder,
+        snapshot=policy.trained.snapshot,
+        meter=policy.meter,
+        say=surroundings.say,
+        ranks=surroundings.ranks,
+    )
+    return training, policy.position
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What was checked before the model is loaded."""
+
+    checkpoint: Path | None  # None: a new run
+    inputs: Inputs
+    tokenizer: Tokenizer
+    lengths: Lengths
+    stop_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class _Policy:
+    """The loaded model in its engine, and what only it could tell: which rows fit, and so the position in them."""
+
+    engine: Engine
+    trained: TrainedState
+    meter: StageMeter
+    rows: Sequence[Row]
+    evaluation: Evaluation | None
+    fingerprint: str
+    position: Position
+
+
+def _check(config: RunConfig, surroundings: Surroundings) -> _Found:
     path = Path(config.run.output_dir)
     checkpoint: Path | None = None
     if surroundings.is_resumed:
@@ -81,10 +137,13 @@ def prepare(config: RunConfig, surroundings: Surroundings) -> tuple[Training, Po
     inputs = check_inputs(config)
     tokenizer = load_tokenizer(config.model.name, gguf_file=config.model.gguf_file)
     lengths = count_lengths(inputs, tokenizer)
-    stops = stop_ids(tokenizer, config.sampling.stop)
+    return _Found(checkpoint, inputs, tokenizer, lengths, stop_ids(tokenizer, config.sampling.stop))
 
+
+def _load(config: RunConfig, surroundings: Surroundings, found: _Found) -> _Policy:
+    topology = surroundings.ranks.topology
     seed_everything(config.run.seed)
-    model = load_policy(config.model, checkpoint)
+    model = load_policy(config.model, found.checkpoint, topology)
     optimizer = make_optimizer(model.named_parameters(), config.optimizer)
     tracking = _memory_tracking(model, optimizer) if config.run.track_memory_steps is not None else None
     meter = StageMeter(surroundings.display, tracking)
@@ -95,35 +154,28 @@ def prepare(config: RunConfig, surroundings: Surroundings) -> tuple[Training, Po
         graph_scope=config.engine.graph_scope,
         residency=config.engine.residency,
         staging_bytes=config.engine.staging_bytes,
+        topology=topology,
         progress=meter,
     )
-    rows, evaluation = fitting_rows(config, inputs, lengths, Decoder(model).max_positions)
+    trained = TrainedState(model, optimizer, topology.expert)
+    rows, evaluation = fitting_rows(config, found.inputs, found.lengths, Decoder(model).max_positions)
     fingerprint = rows_fingerprint(rows)
-    position = Position() if checkpoint is None else _resumed_position(config, checkpoint, rows, fingerprint)
+    position = Position()
+    if found.checkpoint is not None:
+        position = _resumed_position(config, found.checkpoint, rows, fingerprint)
+        restore(found.checkpoint, trained.load_optimizer)
+    return _Policy(engine, trained, meter, rows, evaluation, fingerprint, position)
+
+
+def _open_folder(config: RunConfig, surroundings: Surroundings, checkpoint: Path | None, policy: _Policy) -> RunFolder:
+    path = Path(config.run.output_dir)
+    if not surroundings.ranks.is_first:
+        return RunFolder(path, is_written_here=False)
     if checkpoint is None:
-        folder = open_new(path, dump_config(config))
-    else:
-        restore(checkpoint, optimizer)
-        for name in rewind(path / "checkpoints", checkpoint):
-            surroundings.say(f"moved the newer checkpoint {name} to checkpoints/set-aside")
-        folder = open_resumed(path, dump_config(config), step=position.step)
-    training = Training(
-        config=config,
-        engine=engine,
-        tokenizer=tokenizer,
-        optimizer=optimizer,
-        objective=inputs.objective,
-        rows=rows,
-        fingerprint=fingerprint,
-        rewards=inputs.rewards,
-        evaluation=evaluation,
-        stop_ids=stops,
-        folder=folder,
-        save_weights=lambda target: save_trained(model, target),
-        meter=meter,
-        say=surroundings.say,
-    )
-    return training, position
+        return open_new(path, dump_config(config))
+    for name in rewind(path / "checkpoints", checkpoint):
+        surroundings.say(f"moved the newer checkpoint {name} to checkpoints/set-aside")
+    return open_resumed(path, dump_config(config), step=policy.position.step)
 
 
 def check_inputs(config: RunConfig) -> Inputs:
@@ -188,8 +240,8 @@ def fitting_rows(
     return rows, Evaluation(inputs.evaluation.config, held_out, inputs.evaluation.metrics)
 
 
-def load_policy(config: ModelConfig, checkpoint: Path | None) -> nn.Module:
-    """The model to train, with the checkpoint's weights if there is one."""
+def load_policy(config: ModelConfig, checkpoint: Path | None, topology: Topology) -> nn.Module:
+    """The model to train, with the checkpoint's weights if there is one; of routed experts this rank's part."""
     adapter = config.adapter
     if adapter is None:
         is_from_checkpoint = checkpoint is not None
@@ -198,6 +250,7 @@ def load_policy(config: ModelConfig, checkpoint: Path | None) -> nn.Module:
             dtype=config.dtype,
             gguf_file=None if is_from_checkpoint else config.gguf_file,
             device=config.device,
+            topology=topology,
         )
     model = load_model(
         config.name,
@@ -211,6 +264,7 @@ def load_policy(config: ModelConfig, checkpoint: Path | None) -> nn.Module:
         quantization=config.quantization,
         gguf_file=config.gguf_file,
         device=config.device,
+        topology=topology,
     )
     if checkpoint is not None:
         load_adapter(model, checkpoint)

@@ -1,0 +1,130 @@
+"""Which parameters belong to single experts, their parts, and the whole again; adapters that peft draws as if whole."""
+
+import warnings
+
+import pytest
+import torch
+
+from longstraw.errors import UnsupportedError
+from longstraw.models.adapters import LoraSettings, with_adapter
+from longstraw.models.experts import (
+    Part,
+    as_if_whole,
+    divide_experts,
+    divided_experts,
+    expert_parameters,
+    experts_modules,
+    joined,
+    num_routed_experts,
+)
+from tiny import adapted_with_experts, tiny_model
+
+FAMILIES = [
+    "qwen3_moe",
+    "qwen2_moe",
+    "qwen3_next",
+    "qwen3_5_moe_text",
+    "mixtral",
+    "gpt_oss",
+    "deepseek_v3",
+    "glm_moe_dsa",
+]
+
+
+def model_of(name, *, adapter=True):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = tiny_model(name, adapter=False)
+        torch.manual_seed(1)
+        return adapted_with_experts(model) if adapter else model
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family_has_experts_that_divide_and_join_again(name):
+    whole = dict(model_of(name).named_parameters())
+    halves = [model_of(name) for _ in range(2)]
+    layouts = expert_parameters(halves[0])
+    for rank, model in enumerate(halves):
+        divide_experts(model, Part(2, rank))
+    parts = [dict(model.named_parameters()) for model in halves]
+    assert sum("lora_" in key for key in layouts) == 4 * len(experts_modules(halves[0]))
+    for key, (layout, num_experts) in layouts.items():
+        assert parts[0][key].numel() * 2 == whole[key].numel()
+        assert torch.equal(joined([part[key] for part in parts], layout, num_experts // 2), whole[key])
+    for key in whole.keys() - layouts.keys():
+        assert torch.equal(parts[0][key], whole[key])
+    assert num_routed_experts(halves[0]) == num_routed_experts(model_of(name))
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "glm_moe_dsa"])
+def test_local_experts_compute_what_they_compute_in_the_whole_layer(name):
+    """Adapters included: an expert's outputs do not depend on which others are there."""
+    whole, half = model_of(name).eval(), model_of(name).eval()
+    divide_experts(half, Part(2, 1))
+    calls = {}
+    for model in (whole, half):
+        owner = {id(m): n for n, m in experts_modules(model).items()}
+        path = next(n for n in owner.values()).partition(".experts")[0]
+        wrapper = model.get_submodule(path).experts
+        rows = torch.randn(6, 32, generator=torch.Generator().manual_seed(3))
+        num_experts = next(iter(num_routed_experts(model)))
+        choice = torch.arange(6)[:, None] % (num_experts // 2)
+        for forward in divided_experts(model):
+            forward.dispatch = lambda layer, h, index, w: layer.run_local(h, index, w)
+        if model is whole:
+            choice = choice + num_experts // 2
+        calls[model is whole] = wrapper(rows, choice, torch.full((6, 1), 0.7)).detach()
+    torch.testing.assert_close(calls[False], calls[True], rtol=1e-5, atol=1e-6)
+    assert calls[True].abs().max() > 0
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
+def test_an_adapter_put_on_a_part_is_the_part_of_an_adapter_put_on_the_whole(name):
+    settings = LoraSettings(r=2, target_modules=["q_proj"], target_parameters=["experts.gate_up_proj"])
+    whole, part = model_of(name, adapter=False), model_of(name, adapter=False)
+    divide_experts(part, Part(2, 1))
+    num_bytes = {key: p.untyped_storage().nbytes() for key, p in part.named_parameters()}
+    models = []
+    for model in (whole, part):
+        torch.manual_seed(4)
+        models.append(with_adapter(model, settings))
+    divide_experts(models[0], Part(2, 1))
+    want, got = (dict(model.named_parameters()) for model in models)
+    assert want.keys() == got.keys()
+    assert [key for key in want if not torch.equal(want[key], got[key])] == []
+    assert all(p.untyped_storage().nbytes() == num_bytes[key] for key, p in part.named_parameters() if key in num_bytes)
+
+
+def test_whole_shapes_take_no_memory_and_go_when_the_block_ends():
+    model = model_of("qwen3_moe", adapter=False)
+    divide_experts(model, Part(4, 2))
+    with as_if_whole(model):
+        module = next(iter(experts_modules(model).values()))
+        assert module.gate_up_proj.shape[0] == module.num_experts == 4
+        assert module.gate_up_proj.untyped_storage().nbytes() == 4
+    assert module.gate_up_proj.shape[0] == module.num_experts == 1
+
+
+def test_a_divided_model_says_that_it_cannot_run_alone():
+    model = model_of("qwen3_moe", adapter=False)
+    divide_experts(model, Part(2, 0))
+    with pytest.raises(UnsupportedError, match="2 of a layer's 4 experts; give it to an Engine"):
+        model(torch.tensor([[3, 4]]))
+
+
+def test_adapters_that_cannot_be_divided_are_refused_before_anything_changes():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        biased = with_adapter(
+            model_of("gpt_oss", adapter=False),
+            LoraSettings(r=2, target_modules=["q_proj"], target_parameters=["experts.gate_up_proj_bias"]),
+        )
+    for model, degree, sentence in (
+        (biased, 2, "an adapter on gate_up_proj_bias, which has one row for each expert"),
+        (model_of("gpt_oss"), 4, "needs at least two experts on a rank"),
+    ):
+        before = {key: p.shape for key, p in model.named_parameters()}
+        with pytest.raises(UnsupportedError, match=sentence):
+            divide_experts(model, Part(degree, 0))
+        assert {key: p.shape for key, p in model.named_parameters()} == before
+        assert not divided_experts(model)

@@ -1,0 +1,124 @@
+"""A rank's part of a checkpoint: the weights it keeps, as they are in the whole, and nothing of other ranks' read."""
+
+import warnings
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from longstraw.errors import LongStrawError
+from longstraw.models import part_loading
+from longstraw.models.adapters import LoraSettings
+from longstraw.models.experts import Part, divide_experts, divided_experts, expert_parameters
+from longstraw.models.loading import load_model
+from longstraw.parallel.topology import Axis, Topology
+from tiny import tiny_model
+
+FAMILIES = [
+    "qwen3_moe",
+    "qwen2_moe",
+    "qwen3_next",
+    "qwen3_5_moe_text",
+    "mixtral",
+    "gpt_oss",
+    "deepseek_v3",
+    "glm_moe_dsa",
+]
+
+
+def saved(folder, name):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        tiny_model(name, adapter=False).save_pretrained(folder)
+    return folder
+
+
+def of_rank(rank, degree=2):
+    return Topology(expert=Axis(degree, rank))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_part_is_that_of_the_whole(tmp_path, name):
+    folder = str(saved(tmp_path / "model", name))
+    for rank in range(2):
+        part = load_model(folder, dtype="float32", topology=of_rank(rank))
+        whole = load_model(folder, dtype="float32")
+        divide_experts(whole, Part(2, rank))
+        want, got = dict(whole.named_parameters()), dict(part.named_parameters())
+        assert want.keys() == got.keys()
+        assert [key for key in want if not torch.equal(want[key], got[key])] == []
+        assert all(torch.equal(a, b) for a, b in zip(whole.buffers(), part.buffers(), strict=True))
+        assert type(part) is type(whole)
+        assert part.name_or_path == folder
+        assert [forward.part for forward in divided_experts(part)] == [Part(2, rank)] * len(divided_experts(whole))
+
+
+class Counting:
+    """A tensor in a file that counts the numbers read of it."""
+
+    def __init__(self, tensor, read):
+        self.tensor, self.read = tensor, read
+
+    def __getitem__(self, index):
+        found = self.tensor[index]
+        self.read.append(found.numel())
+        return found
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_other_ranks_experts_are_not_read(tmp_path, monkeypatch, fused):
+    """Both forms a checkpoint keeps experts in: a tensor for each, and one for all of a layer."""
+    folder = saved(tmp_path / "model", "qwen3_moe")
+    model = load_model(str(folder), dtype="float32")
+    of_experts = sum(dict(model.named_parameters())[key].numel() for key in expert_parameters(model))
+    total = sum(parameter.numel() for parameter in model.parameters())
+    if fused:
+        save_file({key: value.contiguous() for key, value in model.state_dict().items()}, folder / "model.safetensors")
+    keys = load_file(folder / "model.safetensors")
+    assert any(key.endswith("experts.gate_up_proj") for key in keys) == fused
+
+    read = []
+    stock = part_loading.part_of_checkpoint
+
+    def counted(tensors, *args, **kwargs):
+        return stock({key: Counting(tensor, read) for key, tensor in tensors.items()}, *args, **kwargs)
+
+    monkeypatch.setattr(part_loading, "part_of_checkpoint", counted)
+    part = load_model(str(folder), dtype="float32", topology=of_rank(1, degree=4))
+    assert sum(read) == total - of_experts * 3 // 4
+    assert sum(parameter.numel() for parameter in part.parameters()) == sum(read)
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
+def test_an_adapter_is_drawn_as_in_one_process(tmp_path, name):
+    folder = str(saved(tmp_path / "model", name))
+    adapter = LoraSettings(r=2, target_modules=["q_proj", "o_proj"], target_parameters=["experts.down_proj"])
+    models = []
+    for topology in (None, of_rank(1)):
+        torch.manual_seed(3)
+        models.append(load_model(folder, dtype="bfloat16", adapter=adapter, topology=topology))
+    divide_experts(models[0], Part(2, 1))
+    want, got = (dict(model.named_parameters()) for model in models)
+    assert want.keys() == got.keys()
+    assert [key for key in want if not torch.equal(want[key], got[key])] == []
+
+
+@pytest.mark.parametrize(
+    ("name", "degree", "sentence"),
+    [("llama", 2, "no routed experts to divide"), ("qwen3_moe", 3, "expert=3 does not divide the model's 4 routed")],
+)
+def test_what_does_not_divide_is_refused_before_weights_are_read(tmp_path, monkeypatch, name, degree, sentence):
+    folder = saved(tmp_path / "model", name)
+    monkeypatch.setattr(part_loading, "open_part", None)
+    with pytest.raises(LongStrawError, match=sentence):
+        load_model(str(folder), dtype="float32", topology=of_rank(0, degree))
+
+
+def test_a_checkpoint_that_lacks_an_expert_is_told_so(tmp_path):
+    folder = saved(tmp_path / "model", "qwen3_moe")
+    tensors = load_file(folder / "model.safetensors")
+    tensors = {key: value for key, value in tensors.items() if "layers.1.mlp.experts.3." not in key}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    load_model(str(folder), dtype="float32", topology=of_rank(0))
+    with pytest.raises(LongStrawError):
+        load_model(str(folder), dtype="float32", topology=of_rank(1))
