@@ -237,11 +237,11 @@ def timed_table(problem: Problem, repeats: int) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--families", nargs="+", default=list(FAMILIES), choices=list(FAMILIES))
-    parser.add_argument("--degrees", nargs="+", type=int, default=[1, 2, 4, 8, 16, 32])
+    parser.add_argument("--degrees", nargs="*", type=int, default=[1, 2, 4, 8, 16, 32], help="none: do not count")
     parser.add_argument("--prompt", type=int, default=4096, help="prompt tokens where work is counted")
     parser.add_argument("--chunk", type=int, default=1024)
     parser.add_argument("--timed-prompt", type=int, default=8192, help="prompt tokens where two processes are timed")
-    parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=2, help="timed updates, of which the fastest counts; 0: none")
     parser.add_argument("--name", default="parallel")
     options = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -255,15 +255,16 @@ def main() -> None:
         "an even share: times the degree, over those of one process. Bytes in MiB; sent: in the whole update.",
     ]
     cells = {}
-    for family in options.families:
+    for family in options.families if options.degrees else ():
         problem = Problem(family, options.prompt, options.chunk)
         table, cells[family] = counted_table(problem, options.degrees)
         lines += ["", f"## {family}", "", *table]
     lines += ["", "## By formula: keys and values of Qwen3.6-27B at 2,097,152 tokens (`parallel/work.py`)", ""]
     lines += ["16 attention layers; 4,096 tokens of a chunk on each rank.", "", *formula_table()]
-    lines += ["", f"## Two processes on two cores, a prompt of {options.timed_prompt:,} tokens", ""]
-    lines += ["| model | processes | seconds | faster than one thread |", "|---|---|---:|---:|"]
-    for family in options.families:
+    if options.repeats > 0:
+        lines += ["", f"## Two processes on two cores, a prompt of {options.timed_prompt:,} tokens", ""]
+        lines += ["| model | processes | seconds | faster than one thread |", "|---|---|---:|---:|"]
+    for family in options.families if options.repeats > 0 else ():
         lines += timed_table(Problem(family, options.timed_prompt, 2048), options.repeats)
     path = result_path(machine, options.name)
     path.with_name(path.name + ".md").write_text("\n".join(lines) + "\n")

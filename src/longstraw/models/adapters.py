@@ -63,16 +63,14 @@ class LoraSettings:
         return isinstance(self.target_modules, str) and self.target_modules.lower() == ALL_LINEAR
 
 
-def linear_widths(model: nn.Module) -> Iterator[tuple[str, int]]:
-    """Name and narrower side of every linear layer."""
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Linear):
-            yield name, min(module.in_features, module.out_features)
+def linear_layers(model: nn.Module) -> list[str]:
+    """Names of all linear layers."""
+    return [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
 
 
 def linear_layers_of_indexers(model: nn.Module) -> list[str]:
     """Names of the linear layers that choose positions for sparse attention; no gradient reaches them."""
-    return [name for name, _ in linear_widths(model) if is_in_indexer(name)]
+    return [name for name in linear_layers(model) if is_in_indexer(name)]
 
 
 def check_targets(model: PreTrainedModel, settings: LoraSettings) -> None:
@@ -95,7 +93,7 @@ def check_targets(model: PreTrainedModel, settings: LoraSettings) -> None:
     _check_indexers(model, settings, modules, parameters)
     if not unmatched:
         return
-    linear = sorted({name.rpartition(".")[2] for name, _ in linear_widths(model)})
+    linear = sorted({name.rpartition(".")[2] for name in linear_layers(model)})
     if len(unmatched) == num_targets:
         raise InputError(
             f"adapter: {listed(unmatched)} fits no module or parameter of the model, the adapter would train "
