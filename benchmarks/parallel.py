@@ -29,18 +29,18 @@ from longstraw.evidence.memory import MemoryTracker
 from longstraw.parallel.work import AttentionWidths, prompt_traffic
 from tables import describe_machine, machine_lines, result_path
 
-WIDTHS = {"num_hidden_layers": 4, "hidden_size": 64, "intermediate_size": 192, "max_position_embeddings": 65536}
+WIDTHS = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 192, "max_position_embeddings": 65536}
 FAMILIES: dict[str, dict[str, object]] = {
     # 8 query heads to 2 key heads, as grouped-query attention has it.
     "qwen3": {**WIDTHS, "num_attention_heads": 8, "num_key_value_heads": 2, "use_sliding_window": False},
-    # 32 heads of DeltaNet, so that 32 ranks may share them out; one full-attention layer in four.
+    # 32 heads of DeltaNet, so that 32 ranks may share them out; one layer has full attention.
     "qwen3_5_text": {
         **WIDTHS,
         "linear_num_key_heads": 32,
         "linear_num_value_heads": 32,
         "linear_key_head_dim": 8,
         "linear_value_head_dim": 8,
-        "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+        "layer_types": ["linear_attention", "full_attention"],
     },
     # The indexers choose 256 positions; 64 experts are divided over the same ranks.
     "glm_moe_dsa": {**WIDTHS, "index_topk": 256, "n_routed_experts": 64, "num_experts_per_tok": 4},
@@ -126,12 +126,10 @@ def count(rank: int, degree: int, folder: str, problem: Problem) -> None:
     """One rank's update, counted; written to the folder."""
     with _job(rank, degree, folder):
         engine, prompt, group = build(problem, degree)
-        with FlopCounter() as counter, engine.capture(prompt) as state:
+        tracker = MemoryTracker()
+        with FlopCounter() as counter, tracker, engine.capture(prompt) as state:
             report = engine.forward_backward([group], ls.GRPO(), states=[state])
             state_bytes = state.num_bytes
-        tracker = MemoryTracker()
-        with tracker, engine.capture(prompt) as state:
-            engine.forward_backward([group], ls.GRPO(), states=[state])
         parameter_bytes = sum(p.numel() * p.element_size() for p in engine.model.parameters())
         counted = Counted(
             counter.get_total_flops(), state_bytes, tracker.peak_bytes, parameter_bytes, dict(report.bytes_sent)
@@ -238,7 +236,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--families", nargs="+", default=list(FAMILIES), choices=list(FAMILIES))
     parser.add_argument("--degrees", nargs="*", type=int, default=[1, 2, 4, 8, 16, 32], help="none: do not count")
-    parser.add_argument("--prompt", type=int, default=4096, help="prompt tokens where work is counted")
+    parser.add_argument("--prompt", type=int, default=2048, help="prompt tokens where work is counted")
     parser.add_argument("--chunk", type=int, default=1024)
     parser.add_argument("--timed-prompt", type=int, default=8192, help="prompt tokens where two processes are timed")
     parser.add_argument("--repeats", type=int, default=2, help="timed updates, of which the fastest counts; 0: none")
@@ -250,7 +248,7 @@ def main() -> None:
     lines = ["# One update over several ranks", "", *machine_lines(machine)]
     lines += [
         f"* Counted: the engine itself in so many processes on this machine, a prompt of {options.prompt:,} tokens, "
-        f"two responses of 64, chunks of {options.chunk:,}; random 4-layer models of width 64, bf16, LoRA r=8.",
+        f"two responses of 64, chunks of {options.chunk:,}; random 2-layer models of width 64, bf16, LoRA r=8.",
         "* Each number is the busiest rank's. Operations: matrix products and attention, capture, replay and pull; of "
         "an even share: times the degree, over those of one process. Bytes in MiB; sent: in the whole update.",
     ]

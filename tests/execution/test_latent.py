@@ -12,6 +12,7 @@ from longstraw.evidence.memory import MemoryTracker
 from longstraw.execution import seams
 from longstraw.execution.engine import Engine
 from longstraw.models.adapters import LoraSettings, with_adapter
+from longstraw.parallel.topology import Topology
 from longstraw.records import Prompt, Response, ResponseGroup
 from tiny import full_gradients, gradients, random_ids, tiny_model, worst_error
 
@@ -53,6 +54,27 @@ def test_gradient_is_exact_with_chunks_of_one_token(name):
     assert_exact(tiny_model(name), tiny_model(name), random_ids(TOPK + 2, 1), responses=responses, chunk_tokens=1)
 
 
+def gradients_on_ranks(world, name):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what pyproject.toml excepts is not known to the ranks
+        model = tiny_model(name, num_hidden_layers=2)
+    topology = Topology.create(context=world.degree)
+    engine = Engine(model, chunk_tokens=7, topology=topology)
+    group = ResponseGroup(Prompt(random_ids(24, 1)), [Response(ids) for ids in RESPONSES])
+    engine.forward_backward([group], mean_nll)
+    engine.optimizer_step(torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.0))  # sums
+    return gradients(model)
+
+
+@pytest.mark.parametrize("name", ["deepseek_v32", "glm_moe_dsa"])
+def test_gradient_is_exact_where_a_chunk_divided_over_ranks_begins_densely_and_then_selects(ranks, name):
+    """The chunk of tokens 14 to 20 attends densely up to its second token; later chunks send it cotangents."""
+    want = full_gradients(tiny_model(name, num_hidden_layers=2), random_ids(24, 1), RESPONSES, mean_nll)
+    for got in ranks(2).run(gradients_on_ranks, name):
+        error, tensor = worst_error(got, want)
+        assert error <= 5e-5, f"{tensor}: relative error {error:.1e}"
+
+
 @pytest.mark.parametrize("pattern", ["FFFF", "FSSF", "FSFS", "FSSS"])
 @pytest.mark.parametrize("graph_scope", ["layer", "chunk"])
 def test_gradient_is_exact_for_every_index_share_pattern(pattern, graph_scope):
@@ -69,6 +91,11 @@ def test_queries_may_come_without_a_low_rank():
 def test_rotary_halves_are_supported_where_the_config_asks_for_them():
     models = [tiny_model("deepseek_v3", rope_interleave=False) for _ in range(2)]
     assert_exact(*models, random_ids(29, 1), chunk_tokens=8)
+
+
+def test_rotary_halves_are_not_taken_for_families_that_have_none():
+    models = [tiny_model("deepseek_v32", rope_interleave=False, num_hidden_layers=2) for _ in range(2)]
+    assert_exact(*models, random_ids(9, 1), responses=RESPONSES[:1], chunk_tokens=8)
 
 
 def test_yarn_scales_rotary_and_softmax_as_the_stock_model_does():
@@ -171,9 +198,11 @@ def test_replay_routes_and_selects_as_capture_did(monkeypatch):
         assert sum(torch.equal(choice, other) for other in again) == 1, "selected once in replay, and the same"
 
 
+@pytest.mark.parametrize("settings", [{}, {"index_head_dim": 28}], ids=str)
 @pytest.mark.parametrize("name", ["deepseek_v32", "glm_moe_dsa"])
-def test_selected_sets_equal_those_of_the_stock_model(name, monkeypatch):
-    ids, model = random_ids(61, 1), tiny_model(name)
+def test_selected_sets_equal_those_of_the_stock_model(name, settings, monkeypatch):
+    """Also where the indexer's parts with and without rotation differ in width."""
+    ids, model = random_ids(61, 1), tiny_model(name, **settings)
     stock = []
     indexers = [m for n, m in model.named_modules() if n.endswith("indexer")]
     handles = [indexer.register_forward_hook(lambda _, args, out: stock.append(out[0])) for indexer in indexers]

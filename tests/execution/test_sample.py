@@ -1,11 +1,14 @@
 """Sampling: greedy equals plain generate, its logprobs equal score, its filters keep what they should."""
 
+import warnings
+
 import pytest
 import torch
 
 from longstraw.execution.engine import Engine
 from longstraw.execution.sample import keep_likely
 from longstraw.grpo.losses import GRPO
+from longstraw.parallel.topology import Topology
 from longstraw.records import Prompt, ResponseGroup, SamplingSettings
 from tiny import full_logprobs, random_ids, tiny_model
 
@@ -48,6 +51,74 @@ def test_sampling_logprobs_equal_score_and_the_full_sequence(name):
             torch.testing.assert_close(response.sampling_logprobs, scored, rtol=0, atol=2e-4)
             full = full_logprobs(model, prompt, response.token_ids, 0.7).detach()
             torch.testing.assert_close(scored, full, rtol=0, atol=2e-4)
+
+
+@pytest.mark.parametrize("prompt_gradient", ["exact", "stopped"])
+@pytest.mark.parametrize("num_prompt_tokens", [7, 12, 30])
+def test_a_window_slides_from_any_prompt_into_the_response(num_prompt_tokens, prompt_gradient):
+    """The window is 12. Where it is cut off, the state of a prompt without gradient keeps no more than it."""
+    prompt, model = random_ids(num_prompt_tokens, 1), tiny_model("gpt_oss", num_hidden_layers=2)
+    engine = Engine(model, chunk_tokens=8, prompt_gradient=prompt_gradient)
+    with engine.capture(Prompt(prompt)) as state:
+        for response in engine.sample(state, 2, SamplingSettings(max_new_tokens=15)):
+            want = full_logprobs(model, prompt, response.token_ids).detach()
+            torch.testing.assert_close(response.sampling_logprobs, want, rtol=0, atol=2e-4)
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "deepseek_v32"])
+def test_a_bfloat16_model_is_sampled_with_the_logprobs_that_it_scores(name):
+    """Past the window of 12 and the selection of 16. Half the tokens must agree well: a wrong key moves nearly all."""
+    model = tiny_model(name, dtype=torch.bfloat16, num_hidden_layers=2)
+    for part, module in model.named_modules():
+        if part.endswith("weights_proj"):
+            module.float()  # as checkpoints in half precision are loaded
+    engine = Engine(model, chunk_tokens=16)
+    with engine.capture(Prompt(random_ids(9, 1))) as state:
+        responses = engine.sample(state, 4, SamplingSettings(max_new_tokens=10))
+        scores = engine.score(state, responses)
+    errors = [(r.sampling_logprobs - scored).abs() for r, scored in zip(responses, scores, strict=True)]
+    assert all(r.sampling_logprobs.dtype == torch.float32 for r in responses)
+    assert float(torch.cat(errors).median()) < 0.1
+
+
+def model_on_rank(name, num_layers):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # what pyproject.toml excepts is not known to the ranks
+        return tiny_model(name, num_hidden_layers=num_layers)
+
+
+def sampled_from_one_token(world, name):
+    engine = Engine(model_on_rank(name, 2), chunk_tokens=4, topology=Topology.create(context=world.degree))
+    with engine.capture(Prompt(random_ids(1, 1))) as state:
+        return engine.sample(state, 2, SamplingSettings(max_new_tokens=20))
+
+
+@pytest.mark.parametrize("name", ["mistral", "deepseek_v3", "deepseek_v32"])
+def test_ranks_that_keep_nothing_of_the_prompt_sample_the_same(ranks, name):
+    """Past the window of 12 and the selection of 16, also where all that a token attends to is on the other rank."""
+    model = tiny_model(name, num_hidden_layers=2)
+    for responses in ranks(2).run(sampled_from_one_token, name):
+        for response in responses:
+            want = full_logprobs(model, random_ids(1, 1), response.token_ids).detach()
+            torch.testing.assert_close(response.sampling_logprobs, want, rtol=0, atol=2e-4)
+
+
+def drawn_with_a_seed_of_its_own(world):
+    model = model_on_rank("llama", 1)
+    return drawn_from(Engine(model, chunk_tokens=4, topology=Topology.create(context=world.degree)), seed=world.rank)
+
+
+def drawn_from(engine, seed):
+    with engine.capture(Prompt(random_ids(9, 1))) as state:
+        responses = engine.sample(state, 2, SamplingSettings(max_new_tokens=6, seed=seed))
+    return [response.token_ids.tolist() for response in responses]
+
+
+def test_what_the_first_rank_draws_all_ranks_have(ranks):
+    """Ranks may round differently and then draw differently; here they would because of their seeds."""
+    engine = Engine(tiny_model("llama", num_hidden_layers=1), chunk_tokens=4)
+    assert drawn_from(engine, 0) != drawn_from(engine, 1)
+    assert ranks(2).run(drawn_with_a_seed_of_its_own) == [drawn_from(engine, 0)] * 2
 
 
 def test_importance_ratio_is_one_before_any_update():

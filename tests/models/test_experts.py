@@ -105,6 +105,48 @@ def test_whole_shapes_take_no_memory_and_go_when_the_block_ends():
     assert module.gate_up_proj.shape[0] == module.num_experts == 1
 
 
+def test_whole_shapes_go_also_when_peft_refuses_the_adapter():
+    model = model_of("qwen3_moe", adapter=False)
+    divide_experts(model, Part(2, 1))
+    before = {key: p.detach().clone() for key, p in model.named_parameters()}
+    with pytest.raises(ValueError, match="no such layer"), as_if_whole(model):
+        raise ValueError("no such layer")
+    assert [key for key, p in model.named_parameters() if not torch.equal(p, before[key])] == []
+    assert [module.num_experts for module in experts_modules(model).values()] == [2] * len(divided_experts(model))
+
+
+def test_a_gradient_of_the_whole_layer_goes_when_its_experts_are_divided():
+    model = model_of("qwen3_moe")
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    divide_experts(model, Part(2, 0))
+    of_experts = expert_parameters(model)
+    assert {key for key, p in model.named_parameters() if p.grad is None} == set(of_experts)
+
+
+def test_one_expert_on_a_rank_may_have_an_adapter_where_it_is_not_transposed():
+    model = model_of("qwen3_moe")
+    whole = dict(model_of("qwen3_moe").named_parameters())
+    layouts = expert_parameters(model)
+    divide_experts(model, Part(4, 3))
+    for key, parameter in model.named_parameters():
+        if key in layouts:
+            assert torch.equal(parameter, Part(4, 3).of(whole[key], *layouts[key])), key
+
+
+@pytest.mark.parametrize("shape", [(33, 1), (0,), ()], ids=str)
+def test_experts_that_are_not_side_by_side_cannot_be_divided(shape):
+    """As packed 4-bit weights are: their rows are not the experts."""
+    model = model_of("qwen3_moe", adapter=False)
+    *_, (name, last) = experts_modules(model).items()
+    last.down_proj = torch.nn.Parameter(torch.zeros(shape))
+    before = {key: p.shape for key, p in model.named_parameters()}
+    with pytest.raises(UnsupportedError, match=rf"{name}\.down_proj of shape .* 4 experts side by side"):
+        divide_experts(model, Part(2, 0))
+    assert {key: p.shape for key, p in model.named_parameters()} == before
+    assert not divided_experts(model)
+
+
 def test_a_divided_model_says_that_it_cannot_run_alone():
     model = model_of("qwen3_moe", adapter=False)
     divide_experts(model, Part(2, 0))
@@ -117,7 +159,11 @@ def test_adapters_that_cannot_be_divided_are_refused_before_anything_changes():
         warnings.simplefilter("ignore")
         biased = with_adapter(
             model_of("gpt_oss", adapter=False),
-            LoraSettings(r=2, target_modules=["q_proj"], target_parameters=["experts.gate_up_proj_bias"]),
+            LoraSettings(
+                r=2,
+                target_modules=["q_proj"],
+                target_parameters=["layers.0.mlp.experts.down_proj", "layers.1.mlp.experts.gate_up_proj_bias"],
+            ),
         )
     for model, degree, sentence in (
         (biased, 2, "an adapter on gate_up_proj_bias, which has one row for each expert"),

@@ -113,6 +113,38 @@ def test_a_small_adapter_is_not_lost_to_the_rounding_of_a_bfloat16_weight():
     assert slope == pytest.approx(1, abs=0.25)
 
 
+def test_an_adapter_on_a_bfloat16_weight_acts_from_both_sides_with_all_its_digits():
+    """With a weight of zero outputs are the adapter's alone: rounded once, to the dtype of what came in."""
+    linear = nn.Linear(LATENT, HEADS * (KEY + VALUE), bias=False, dtype=torch.bfloat16)
+    linear.weight.data.zero_()
+    lora = get_peft_model(
+        nn.Sequential(linear), LoraConfig(r=2, target_modules=["0"], init_lora_weights=False)
+    ).base_model.model[0]
+    for factor in (lora.lora_A["default"], lora.lora_B["default"]):
+        factor.float()
+        nn.init.normal_(factor.weight)
+    up = HeadProjection(lora, HEADS, KEY)
+    q, out = (torch.randn(2, HEADS, 50, width).to(torch.bfloat16) for width in (KEY, LATENT))
+    a_RL, b_OR = (factor["default"].weight.double() for factor in (lora.lora_A, lora.lora_B))
+    key_HNL, value_HVL = (b_OR @ a_RL * lora.scaling["default"]).unflatten(0, (HEADS, -1)).split([KEY, VALUE], 1)
+    for got, want in ((up.absorb(q), q.double() @ key_HNL), (up.expand(out), out.double() @ value_HVL.mT)):
+        torch.testing.assert_close(got, want.to(torch.bfloat16), rtol=2**-7, atol=1e-4)
+
+
+def test_of_several_adapters_those_act_that_are_active_and_on_the_projection():
+    torch.manual_seed(0)
+    base = Projection()
+    base.o_proj = nn.Linear(4, 4)
+    model = get_peft_model(base, LoraConfig(r=2, target_modules=["kv_b_proj"], init_lora_weights=False))
+    model.add_adapter("inactive", LoraConfig(r=2, target_modules=["kv_b_proj"], init_lora_weights=False))
+    model.add_adapter("elsewhere", LoraConfig(r=2, target_modules=["o_proj"], init_lora_weights=False))
+    model.base_model.set_adapter(["default", "elsewhere"])
+    module, given = model.double().base_model.model.kv_b_proj, draw()
+    assert module.active_adapters == ["default", "elsewhere"] and "elsewhere" not in module.lora_A
+    for got, want in zip(absorbed(module, *given), expanded(module, *given), strict=True):
+        torch.testing.assert_close(got, want)
+
+
 @pytest.mark.parametrize("settings", [dict(use_dora=True), dict(lora_bias=True)])
 def test_variants_of_lora_on_the_absorbed_projection_are_refused(settings):
     base = tiny_model("deepseek_v3", adapter=False)
@@ -122,6 +154,24 @@ def test_variants_of_lora_on_the_absorbed_projection_are_refused(settings):
             layer.self_attn.kv_b_proj = nn.Linear(16, layer.self_attn.kv_b_proj.out_features, bias=True)
     model = get_peft_model(base, LoraConfig(r=2, target_modules=["kv_b_proj"], **settings))
     with pytest.raises(UnsupportedError, match="kv_b_proj"):
+        Engine(model)
+
+
+class ScaledLinear(nn.Linear):
+    """A linear layer whose effect is more than its weight, as quantized ones are."""
+
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+@pytest.mark.parametrize("with_adapter", [False, True])
+def test_an_absorbed_projection_whose_effect_is_more_than_its_weight_is_refused(with_adapter):
+    model = tiny_model("deepseek_v3", adapter=False)
+    last = model.model.layers[-1].self_attn
+    last.kv_b_proj = ScaledLinear(last.kv_b_proj.in_features, last.kv_b_proj.out_features, bias=False)
+    if with_adapter:
+        model = get_peft_model(model, LoraConfig(r=2, target_modules=["kv_b_proj"]))
+    with pytest.raises(UnsupportedError, match="kv_b_proj is a ScaledLinear"):
         Engine(model)
 
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from longstraw.errors import LongStrawError
+from longstraw.errors import LongStrawError, UnsupportedError
 from longstraw.models import part_loading
 from longstraw.models.adapters import LoraSettings
-from longstraw.models.experts import Part, divide_experts, divided_experts, expert_parameters
+from longstraw.models.experts import Part, divide_experts, divided_experts, expert_parameters, experts_modules
 from longstraw.models.loading import load_model
 from longstraw.parallel.topology import Axis, Topology
 from tiny import tiny_model
@@ -122,3 +122,46 @@ def test_a_checkpoint_that_lacks_an_expert_is_told_so(tmp_path):
     load_model(str(folder), dtype="float32", topology=of_rank(0))
     with pytest.raises(LongStrawError):
         load_model(str(folder), dtype="float32", topology=of_rank(1))
+
+
+def test_a_checkpoint_in_several_files_is_read_from_all_of_them(tmp_path):
+    folder = saved(tmp_path / "one", "qwen3_moe")
+    model = load_model(str(folder), dtype="float32")
+    model.save_pretrained(tmp_path / "several", max_shard_size="20KB")
+    assert len(list((tmp_path / "several").glob("*.safetensors"))) > 2
+    want, got = (
+        dict(load_model(str(tmp_path / name), dtype="float32", topology=of_rank(1)).named_parameters())
+        for name in ("one", "several")
+    )
+    assert [key for key in want if not torch.equal(want[key], got[key])] == []
+
+
+def test_a_checkpoint_of_another_kind_of_file_is_refused(tmp_path):
+    folder = saved(tmp_path / "model", "qwen3_moe")
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(LongStrawError, match="has no safetensors files, of which a part could be read"):
+        load_model(str(folder), dtype="float32", topology=of_rank(0))
+
+
+def test_layers_with_different_numbers_of_experts_are_refused(tmp_path):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        outline = tiny_model("qwen3_moe", adapter=False)
+    next(iter(experts_modules(outline).values())).num_experts = 2
+    with (
+        pytest.raises(UnsupportedError, match=r"different numbers of routed experts \[2, 4\]"),
+        part_loading.open_part(tmp_path, outline, Part(2, 0)),
+    ):
+        pass
+
+
+def test_of_a_hub_id_no_other_files_than_weights_and_settings_are_downloaded(tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(
+        part_loading, "snapshot_download", lambda name, allow_patterns: asked.append((name, allow_patterns)) or tmp_path
+    )
+    assert part_loading.checkpoint_folder("owner/name", is_local=False) == tmp_path
+    assert asked == [("owner/name", ["*.safetensors", "*.json"])]
+    assert part_loading.checkpoint_folder(str(tmp_path), is_local=True) == tmp_path
+    assert len(asked) == 1

@@ -3,7 +3,9 @@
 import pytest
 import torch
 
+from longstraw.parallel.exchange import Exchange
 from longstraw.parallel.expert import run_experts
+from longstraw.parallel.topology import Axis
 
 WIDTH = 5
 
@@ -112,17 +114,33 @@ def test_idle_experts_join_in_backward(ranks):
     assert ranks(2).run(frozen_inputs) == [True, False]
 
 
-def bytes_of_rows(world, num_choices):
-    """Rows of float64 that travel to the other rank and back, forward and backward, and what goes with them."""
+def bytes_of_rows(world, num_choices, dtype):
+    """Rows that travel to the other rank and back, forward and backward, and what goes with them."""
     before = world.traffic.report().bytes_by_kind.get("experts", 0)
-    hidden = torch.zeros(6, WIDTH, dtype=torch.float64, requires_grad=True)
+    hidden = torch.zeros(6, WIDTH, dtype=dtype, requires_grad=True)
     choice = torch.arange(num_choices).expand(6, -1) + (2 if world.rank == 0 else 0)  # all on the other rank
     weight = torch.ones(6, num_choices, dtype=torch.float64)
     run_experts(hidden, choice, weight, lambda rows, *_: rows * 1, num_local_experts=2, exchange=world).sum().backward()
     return world.traffic.report().bytes_by_kind["experts"] - before
 
 
-def test_a_row_travels_once_to_a_rank_that_has_several_of_its_experts(ranks):
-    row, detail, counts = WIDTH * 8, 2 * 4 + 2 * 8, 2 * 8
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_a_row_travels_once_to_a_rank_that_has_several_of_its_experts(ranks, dtype):
+    row, detail, counts = WIDTH * dtype.itemsize, 2 * 4 + 2 * 8, 2 * 8
     for num_choices in (1, 2):
-        assert ranks(2).run(bytes_of_rows, num_choices) == [6 * (4 * row + num_choices * detail) + counts] * 2
+        want = 6 * (4 * row + num_choices * detail) + counts
+        assert ranks(2).run(bytes_of_rows, num_choices, dtype) == [want] * 2
+
+
+def test_half_precision_is_summed_in_float32_and_rounded_once_on_a_rank():
+    hidden = torch.randn(6, WIDTH, dtype=torch.bfloat16)
+    choice = torch.rand(6, 8).argsort(1)
+    weight = torch.rand(6, 8)
+
+    def experts(rows, expert, w):
+        return (rows.float() * (expert + 1) * w).bfloat16()
+
+    out = run_experts(hidden, choice, weight, experts, num_local_experts=8, exchange=Exchange(Axis()))
+    each = torch.stack([experts(hidden, choice[:, [k]], weight[:, [k]]) for k in range(8)])
+    assert out.dtype == torch.bfloat16
+    assert torch.equal(out, each.double().sum(0).bfloat16())

@@ -116,3 +116,15 @@ def test_positions_by_hand():
 def test_a_token_outside_its_chunk_has_no_owner():
     with pytest.raises(IndexError, match="token 4 of a chunk of 4"):
         ChunkSplit(4, 2).owner(4)
+
+
+@pytest.mark.parametrize("order", ["block_cyclic", "zigzag"])
+@pytest.mark.parametrize(("num_tokens", "chunk_tokens", "degree"), [(45, 16, 2), (7, 16, 3), (64, 8, 4), (33, 5, 1)])
+def test_a_window_needs_no_more_than_is_counted(order, num_tokens, chunk_tokens, degree):
+    split = NodeSplit(num_tokens, chunk_tokens, degree, order)
+    ends = [min(begin + chunk_tokens, num_tokens) for begin in range(0, num_tokens, chunk_tokens)]
+    for rank in range(degree):
+        owned = set(split.positions(rank).tolist())
+        for width in (0, 1, 3, 11, 100):
+            counted = [sum(end - width <= token < end for token in owned) for end in ends]
+            assert split.most_in_window(rank, width) == max(counted)

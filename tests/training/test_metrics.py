@@ -1,7 +1,10 @@
+from dataclasses import replace
+
 import pytest
+import torch
 
 from longstraw.records import ForwardBackwardReport, LossMetrics, StepReport
-from longstraw.training.metrics import Rollout, StepOutcome, reward_metrics, step_line, step_metrics
+from longstraw.training.metrics import Rollout, StepOutcome, completion_records, reward_metrics, step_line, step_metrics
 from longstraw.training.progress import StageCosts
 from longstraw.training.rewards import ScoredGroup
 
@@ -84,6 +87,55 @@ def test_rewards_a_function_did_not_give_are_left_out_of_its_mean():
     assert metrics["rewards/f/std"] == 1.0
     assert metrics["frac_reward_zero_std"] == 0.5
     assert metrics["mine"] == 2.0
+
+
+def test_a_rollout_counts_its_prompt_once_and_every_response():
+    assert outcome([]).rollouts[0].num_tokens == 2 + 3 + 1
+
+
+def test_bytes_are_summed_by_kind_over_all_reports():
+    counted = [{"rows": 5}, {}, {"rows": 2, "heads": 7}]
+    reports = [replace(report(1, 2, 4), bytes_sent=each) for each in counted]
+    metrics = step_metrics(outcome(reports), step=1, num_tokens=6)
+    found = {name: value for name, value in metrics.items() if name.startswith("traffic/")}
+    assert found == {"traffic/rows_bytes": 7, "traffic/heads_bytes": 7}
+
+
+def test_each_response_has_a_record_of_its_own():
+    scored = ScoredGroup([1.0, 0.0], {"f": [1.0, None]}, extra_columns={"judge": ["good", "bad"]})
+    rollout = replace(outcome([]).rollouts[0], row_index=8, scored=scored)
+    of_both = {"step": 4, "row": 8, "prompt_tail": "a"}
+    assert completion_records(rollout, torch.tensor([0.5, -0.5]), step=4) == [
+        {
+            **of_both,
+            "completion": "x",
+            "reward": 1.0,
+            "rewards": {"f": 1.0},
+            "advantage": 0.5,
+            "num_tokens": 3,
+            "truncated": True,
+            "judge": "good",
+        },
+        {
+            **of_both,
+            "completion": "y",
+            "reward": 0.0,
+            "rewards": {"f": None},
+            "advantage": -0.5,
+            "num_tokens": 1,
+            "truncated": False,
+            "judge": "bad",
+        },
+    ]
+
+
+def test_costs_of_a_job_are_one_ranks_seconds_and_the_highest_peaks_of_all():
+    mine = StageCosts({"capture": 1.0}, {"capture": 5}, 6)
+    others = [StageCosts({"capture": 9.0}, {"capture": 3, "replay": 8}, 9), StageCosts({"capture": 2.0})]
+    assert mine.with_peaks_of([others[0], mine, others[1]]) == StageCosts(
+        {"capture": 1.0}, {"capture": 5, "replay": 8}, 9
+    )
+    assert StageCosts({"capture": 1.0}).with_peaks_of(others[1:]).peak_bytes is None
 
 
 def test_a_step_prints_one_line():

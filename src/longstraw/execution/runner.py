@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -43,6 +44,7 @@ class Runner:
             parent,
             chunk_tokens=self.chunk_tokens,
             num_own_tokens=[split.chunk(index).sizes[rank] for index in range(split.num_chunks)],
+            own_in_window=cache(partial(split.most_in_window, rank)),
             kinds=self.decoder.kinds,
             constant=constant,
             residency=self.residency if parent is None else ON_DEVICE,

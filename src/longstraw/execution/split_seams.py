@@ -197,11 +197,13 @@ def owned_keys(
     owned = []
     for each, _ in _path(run, node, chunk):
         end = chunk.own_begin if chunk is not None and each is node and not node.constant else None
-        for keys in each.key_value(layer).run(end):
+        state = each.key_value(layer)
+        for keys in state.run(end):
             positions = torch.empty(0, dtype=torch.int64)
             if with_positions:
                 split = run.node_split(len(each.token_ids))
-                positions = split.positions(run.context.rank, start=each.start)[: len(keys)]
+                kept = slice(state.num_dropped, state.num_dropped + len(keys))
+                positions = split.positions(run.context.rank, start=each.start)[kept]
             owned.append(OwnedKeys(keys, positions))
     return owned
 

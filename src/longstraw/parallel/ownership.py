@@ -127,6 +127,14 @@ class NodeSplit:
         ranges = [torch.arange(piece.begin, piece.end) for piece in self.pieces(rank)]
         return start + torch.cat(ranges) if ranges else torch.empty(0, dtype=torch.int64)
 
+    def most_in_window(self, rank: int, width: int) -> int:
+        """The most tokens of a rank among the last `width` before the end of any chunk: what a window needs kept."""
+        position_N = self.positions(rank)
+        end_C = torch.arange(1, self.num_chunks + 1) * self.chunk_tokens
+        end_C = end_C.clamp(max=self.num_tokens)
+        in_window_C = torch.searchsorted(position_N, end_C) - torch.searchsorted(position_N, end_C - width)
+        return int(in_window_C.max()) if len(in_window_C) > 0 else 0
+
     def locate(self, token_N: Tensor) -> tuple[Tensor, Tensor]:
         """For tokens of the node (int64 on any device): who owns each, and which of the owner's tokens it is."""
         num_blocks = self.degree if self.order == "block_cyclic" else 2 * self.degree

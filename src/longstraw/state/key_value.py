@@ -52,12 +52,17 @@ class KeyValueState:
                 buffer[kept - surplus :] = new_TKD
         self.num_written += k_KTD.shape[1]
 
+    @property
+    def num_dropped(self) -> int:
+        """How many of the tokens written first are no longer kept."""
+        return max(0, self.num_written - self.capacity)
+
     def run(self, end: int | None = None) -> list[KeyRun]:
         """The kept keys, or those of the node's first `end` tokens: one run of views, or none when empty."""
         if self._buffers is None or end == 0:
             return []
-        kept = min(self.num_written, self.capacity)
-        first = self.num_written - kept
+        first = self.num_dropped
+        kept = self.num_written - first
         assert end is None or first == 0, "a state that dropped its oldest keys is read as a whole"
         d_key, d_value = self._cotangents or (None, None)
         whole = KeyRun(*self._buffers, self.start + first, d_key, d_value, self._residency.staging)

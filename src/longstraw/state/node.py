@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Literal
@@ -62,6 +62,7 @@ class NodeState:
         *,
         chunk_tokens: int,
         num_own_tokens: Sequence[int],  # of each chunk: those whose state this rank keeps
+        own_in_window: Callable[[int], int],  # the most of them among so many tokens before any chunk's end
         kinds: Sequence[LayerKind],
         constant: bool,
         residency: Residency = ON_DEVICE,
@@ -78,6 +79,7 @@ class NodeState:
             for index, begin in enumerate(range(0, len(token_ids), chunk_tokens))
         ]
         self._num_own_tokens = ends[-1]
+        self._own_in_window = own_in_window
         self._kinds = kinds
         self.layers: list[LayerState] = [self._layer_state(index, kind) for index, kind in enumerate(kinds)]
         self.last_hidden: Tensor | None = None
@@ -92,8 +94,7 @@ class NodeState:
             case LatentKind():
                 return LatentState(start=self.start, num_tokens=self._num_own_tokens, residency=self.residency)
             case KeyValueKind(window):
-                is_whole = self._num_own_tokens == len(self.token_ids)  # else a window is cut by position
-                keep = max(1, window - 1) if window is not None and self.constant and is_whole else None
+                keep = max(1, self._own_in_window(window - 1)) if window is not None and self.constant else None
                 num_tokens = self._num_own_tokens
                 return KeyValueState(
                     start=self.start, num_tokens=num_tokens, keep_tokens=keep, residency=self.residency
