@@ -109,8 +109,7 @@ def test_reward_modules_are_found_in_the_current_folder(in_folder, calls):
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_job_that_does_not_fit_its_processes_is_told_by_the_first(in_folder, monkeypatch, capsys, rank):
-    for name, value in (("WORLD_SIZE", 2), ("RANK", rank), ("LOCAL_RANK", rank)):
-        monkeypatch.setenv(name, str(value))
+    launched(monkeypatch, rank)
     assert run("train", "run.yaml", "--set", "parallel.context=4") == 2
     told = capsys.readouterr().err
     assert ("is 4 processes, but there are 2; change them, or start torchrun" in told) == (rank == 0)
@@ -120,3 +119,30 @@ def test_a_job_that_does_not_fit_its_processes_is_told_by_the_first(in_folder, m
 def test_a_job_without_torchrun_says_how_to_start_it(in_folder, capsys):
     assert run("train", "run.yaml", "--set", "parallel.context=4") == 2
     assert "torchrun --nproc-per-node 4 -m longstraw train run.yaml" in capsys.readouterr().err
+
+
+def launched(monkeypatch, rank):
+    """As torchrun starts one of two processes."""
+    for name, value in (("WORLD_SIZE", 2), ("RANK", rank), ("LOCAL_RANK", rank)):
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr(cli, "SECONDS_TO_TELL", 0.0)
+
+
+def test_an_interrupted_job_is_gone_on_with_by_torchrun(in_folder, monkeypatch, capsys):
+    launched(monkeypatch, 0)
+
+    def interrupted(config, launched, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "_train", interrupted)
+    (in_folder / "out" / "checkpoints").mkdir(parents=True)
+    (in_folder / "out" / "checkpoints" / "latest").write_text("step-000002\n")
+    assert run("train", "run.yaml", "--set", "parallel.context=2") == 130
+    again = "torchrun --nproc-per-node 2 -m longstraw train run.yaml --set parallel.context=2 --resume"
+    assert again in capsys.readouterr().out
+
+
+def test_a_job_takes_no_single_device(in_folder, monkeypatch, capsys):
+    launched(monkeypatch, 0)
+    assert run("train", "run.yaml", "--set", "parallel.context=2", "--set", "model.device=cuda:1") == 2
+    assert "each of the 2 processes takes one of its own; set it to cuda, cpu or auto" in capsys.readouterr().err

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import shlex
 import sys
+import time
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,7 +18,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 
-from longstraw.config import ParallelConfig, RunConfig
+from longstraw.config import RunConfig
 from longstraw.config_file import load_config
 from longstraw.errors import InputError, JointError, LongStrawError
 
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 
 USER_ERROR = 2
 INTERRUPTED = 130
+SECONDS_TO_TELL = 20.0
 
 app = typer.Typer(
     add_completion=False,
@@ -39,8 +42,10 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         app(args=arguments)
     except LongStrawError as error:
-        # What all ranks of a job raise, the first one tells.
-        if not isinstance(error, JointError) or _Launched.from_environment().rank == 0:
+        if isinstance(error, JointError) and _Launched.from_environment().rank > 0:
+            # What all ranks raise, the first one tells; its end ends the job. If another ended earlier, nobody would.
+            time.sleep(SECONDS_TO_TELL)
+        else:
             Console(stderr=True).print(f"error: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
         sys.exit(USER_ERROR)
 
@@ -58,6 +63,12 @@ class _Launched:
     num_processes: int = 1
     rank: int = 0
     local_rank: int = 0
+
+    def command(self) -> list[str]:
+        """How `longstraw` is started as it was."""
+        if self.num_processes == 1:
+            return ["longstraw"]
+        return ["torchrun", "--nproc-per-node", str(self.num_processes), "-m", "longstraw"]
 
     @classmethod
     def from_environment(cls) -> _Launched:
@@ -96,7 +107,7 @@ def train(
     except KeyboardInterrupt:
         if launched.rank > 0:
             raise typer.Exit(INTERRUPTED) from None
-        again = ["longstraw", "train", str(config_path)]
+        again = [*launched.command(), "train", str(config_path)]
         again += [word for override in overrides or [] for word in ("--set", override)]
         typer.echo(_interrupted(folder, shlex.join([*again, "--resume"])))
         raise typer.Exit(INTERRUPTED) from None
@@ -116,13 +127,19 @@ def _load_config(path: Path, overrides: list[str], launched: _Launched) -> RunCo
     """The configuration, if it fits the processes that were started. All ranks read the same; the first one tells."""
     try:
         config = load_config(path, overrides)
-        _check_processes(config.parallel, launched, path)
+        _check_processes(config, launched, path)
     except InputError as error:
         raise JointError(str(error)) from error
     return config
 
 
-def _check_processes(parallel: ParallelConfig, launched: _Launched, path: Path) -> None:
+def _check_processes(config: RunConfig, launched: _Launched, path: Path) -> None:
+    parallel = config.parallel
+    if launched.num_processes > 1 and ":" in config.model.device:
+        raise InputError(
+            f"configuration: model.device ({config.model.device}) is one device, but each of the "
+            f"{launched.num_processes} processes takes one of its own; set it to cuda, cpu or auto."
+        )
     if parallel.num_processes == launched.num_processes:
         return
     raise InputError(
@@ -149,7 +166,8 @@ def _process_group(config: RunConfig, launched: _Launched) -> Iterator[Ranks]:
     if on_cuda:
         torch.cuda.set_device(launched.local_rank)
     parallel = config.parallel
-    dist.init_process_group("nccl" if on_cuda else "gloo", timeout=timedelta(seconds=parallel.timeout_seconds))
+    timeout = timedelta(seconds=parallel.timeout_seconds)
+    dist.init_process_group("nccl" if on_cuda else "gloo", timeout=timeout)
     try:
         yield Ranks(
             Topology.create(
@@ -158,6 +176,7 @@ def _process_group(config: RunConfig, launched: _Launched) -> Iterator[Ranks]:
                 expert=parallel.expert,
                 token_order=parallel.token_order,
                 compares_copies=parallel.compare_parameters,
+                timeout=timeout,
             )
         )
     except JointError:
@@ -168,8 +187,8 @@ def _process_group(config: RunConfig, launched: _Launched) -> Iterator[Ranks]:
             raise
         raise LongStrawError(
             f"rank {launched.rank} lost another rank, which ended, was killed or did not answer within "
-            f"parallel.timeout_seconds ({parallel.timeout_seconds:g}); its own message says why. The last checkpoint "
-            "is whole: go on from it with --resume."
+            f"parallel.timeout_seconds ({parallel.timeout_seconds:g}); its own message says why. What was saved before "
+            "is whole: if there is a checkpoint, --resume goes on from it."
         ) from error
     # After any other error this process just ends: others may wait for it in a collective, and so would the group.
     dist.destroy_process_group()
@@ -179,12 +198,16 @@ def _train(config: RunConfig, launched: _Launched, *, is_resumed: bool, resume_f
     # Imported late: `longstraw --version` and a wrong configuration need no torch.
     import torch
 
+    from longstraw.models.loading import silence_warnings
     from longstraw.training.loop import train as train_loop
     from longstraw.training.progress import quiet_display, stage_display
     from longstraw.training.setup import Surroundings, prepare
 
     if config.run.threads is not None:
         torch.set_num_threads(config.run.threads)
+    if launched.rank > 0:
+        warnings.simplefilter("ignore")  # the first rank has the same to say
+        silence_warnings()
     console = Console(highlight=False, soft_wrap=True)
 
     def say(text: str) -> None:

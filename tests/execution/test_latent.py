@@ -54,25 +54,35 @@ def test_gradient_is_exact_with_chunks_of_one_token(name):
     assert_exact(tiny_model(name), tiny_model(name), random_ids(TOPK + 2, 1), responses=responses, chunk_tokens=1)
 
 
-def gradients_on_ranks(world, name):
+def gradients_on_ranks(world, name, prompt, responses, chunk_tokens):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # what pyproject.toml excepts is not known to the ranks
         model = tiny_model(name, num_hidden_layers=2)
-    topology = Topology.create(context=world.degree)
-    engine = Engine(model, chunk_tokens=7, topology=topology)
-    group = ResponseGroup(Prompt(random_ids(24, 1)), [Response(ids) for ids in RESPONSES])
-    engine.forward_backward([group], mean_nll)
+    engine = Engine(model, chunk_tokens=chunk_tokens, topology=Topology.create(context=world.degree))
+    report = engine.forward_backward([ResponseGroup(Prompt(prompt), [Response(ids) for ids in responses])], mean_nll)
     engine.optimizer_step(torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.0))  # sums
-    return gradients(model)
+    return gradients(model), dict(report.bytes_sent)
+
+
+def assert_exact_on_two_ranks(ranks, name, prompt, responses, chunk_tokens):
+    """Returns the bytes that each rank sent, by kind."""
+    want = full_gradients(tiny_model(name, num_hidden_layers=2), prompt, responses, mean_nll)
+    results = ranks(2).run(gradients_on_ranks, name, prompt, responses, chunk_tokens)
+    for got, _ in results:
+        error, tensor = worst_error(got, want)
+        assert error <= 5e-5, f"{tensor}: relative error {error:.1e}"
+    return [sent for _, sent in results]
 
 
 @pytest.mark.parametrize("name", ["deepseek_v32", "glm_moe_dsa"])
 def test_gradient_is_exact_where_a_chunk_divided_over_ranks_begins_densely_and_then_selects(ranks, name):
     """The chunk of tokens 14 to 20 attends densely up to its second token; later chunks send it cotangents."""
-    want = full_gradients(tiny_model(name, num_hidden_layers=2), random_ids(24, 1), RESPONSES, mean_nll)
-    for got in ranks(2).run(gradients_on_ranks, name):
-        error, tensor = worst_error(got, want)
-        assert error <= 5e-5, f"{tensor}: relative error {error:.1e}"
+    assert_exact_on_two_ranks(ranks, name, random_ids(24, 1), RESPONSES, 7)
+
+
+def test_gradient_is_exact_where_a_rank_without_rows_of_the_prompt_is_sent_queries(ranks):
+    for sent in assert_exact_on_two_ranks(ranks, "deepseek_v3", random_ids(1, 1), [random_ids(45, 2)], 4):
+        assert sent["queries"] > 0
 
 
 @pytest.mark.parametrize("pattern", ["FFFF", "FSSF", "FSFS", "FSSS"])

@@ -95,6 +95,14 @@ def test_an_adapter_put_on_a_part_is_the_part_of_an_adapter_put_on_the_whole(nam
     assert all(p.untyped_storage().nbytes() == num_bytes[key] for key, p in part.named_parameters() if key in num_bytes)
 
 
+@pytest.mark.parametrize(("layout", "shape"), [("front", (4, 6)), ("interleaved", (6, 4))])
+def test_a_part_does_not_keep_the_whole_alive(layout, shape):
+    """Also of an adapter of rank 1, where a part is a plain slice."""
+    part = Part(2, 1).of(torch.zeros(shape), layout, 4)
+    assert part.numel() == 12
+    assert part.untyped_storage().nbytes() == 12 * 4
+
+
 def test_whole_shapes_take_no_memory_and_go_when_the_block_ends():
     model = model_of("qwen3_moe", adapter=False)
     divide_experts(model, Part(4, 2))

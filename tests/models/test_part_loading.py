@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from longstraw.errors import LongStrawError, UnsupportedError
-from longstraw.models import part_loading
+from longstraw.models import loading, part_loading
 from longstraw.models.adapters import LoraSettings
 from longstraw.models.experts import Part, divide_experts, divided_experts, expert_parameters, experts_modules
 from longstraw.models.loading import load_model
@@ -109,7 +109,7 @@ def test_an_adapter_is_drawn_as_in_one_process(tmp_path, name):
 )
 def test_what_does_not_divide_is_refused_before_weights_are_read(tmp_path, monkeypatch, name, degree, sentence):
     folder = saved(tmp_path / "model", name)
-    monkeypatch.setattr(part_loading, "open_part", None)
+    monkeypatch.setattr(loading, "_read_weights", lambda *_, **__: pytest.fail("weights were read"))
     with pytest.raises(LongStrawError, match=sentence):
         load_model(str(folder), dtype="float32", topology=of_rank(0, degree))
 
@@ -165,3 +165,24 @@ def test_of_a_hub_id_no_other_files_than_weights_and_settings_are_downloaded(tmp
     assert asked == [("owner/name", ["*.safetensors", "*.json"])]
     assert part_loading.checkpoint_folder(str(tmp_path), is_local=True) == tmp_path
     assert len(asked) == 1
+
+
+def test_a_part_of_the_names_in_a_checkpoint():
+    """Only what holds experts is cut or left out: not a shared expert, nor what else an experts module may keep."""
+    rows = torch.arange(8.0)
+    names = ["a.experts.gate_up_proj", "a.experts.3.w.weight", "a.experts.4.w.weight", "a.experts.7.w.scale"]
+    others = ["a.experts.correction", "a.shared_experts.5.w.weight", "a.shared_experts.gate_up_proj", "b.gate_up_proj"]
+    kept = part_loading.part_of_checkpoint(
+        dict.fromkeys([*names, *others], rows), Part(2, 1), num_experts=8, fused_names={"gate_up_proj"}
+    )
+    assert kept.keys() == {names[0], "a.experts.0.w.weight", "a.experts.3.w.scale", *others}
+    assert kept[names[0]][...].tolist() == [4, 5, 6, 7]
+    assert kept[names[0]][1:3].tolist() == [5, 6]
+    assert all(kept[name] is rows for name in others)
+
+
+def test_heads_that_ranks_cannot_share_out_are_refused_before_weights_are_read(tmp_path, monkeypatch):
+    folder = saved(tmp_path / "model", "qwen3_5_text")
+    monkeypatch.setattr(loading, "_read_weights", lambda *_, **__: pytest.fail("weights were read"))
+    with pytest.raises(LongStrawError, match="context=3 does not divide the DeltaNet layers' 2 key heads"):
+        load_model(str(folder), dtype="float32", topology=Topology(context=Axis(3)))

@@ -310,3 +310,37 @@ def test_groups_over_a_data_axis_give_the_updates_of_one_process(ranks, name, de
         for step in (0, 1):
             assert worst_error(seen[step], want[step])[0] <= TOLERANCE.get(name, 1e-5)
         assert all(torch.equal(value, results[0][1][key]) for key, value in parameters.items())
+
+
+def idle_in_the_second_step(world):
+    """The second rank of the data axis has a group in the first step, and does not even call in the second."""
+    model = well_conditioned("llama")
+    engine = Engine(model, chunk_tokens=CHUNK, topology=Topology.create(data=world.degree))
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+    for step in range(2):
+        if step == 0 or world.rank == 0:
+            engine.forward_backward(groups_of([FIRST if world.rank == 0 else SECOND]), GRPO())
+        engine.optimizer_step(optimizer)
+    return gradients(model)
+
+
+def test_a_rank_that_is_idle_for_a_step_adds_nothing_of_the_step_before(ranks):
+    model = well_conditioned("llama")
+    engine = Engine(model, chunk_tokens=CHUNK)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=1e-3)
+    for shard in ([FIRST, SECOND], [FIRST]):
+        engine.forward_backward(groups_of(shard), GRPO())
+        engine.optimizer_step(optimizer)
+    for got in ranks(2).run(idle_in_the_second_step):
+        assert worst_error(got, gradients(model))[0] <= 1e-5
+
+
+def another_order(world):
+    engine = Engine(well_conditioned("llama"), chunk_tokens=CHUNK, topology=Topology.create(context=world.degree))
+    lengths = (7, 12) if world.rank == 0 else (12, 7)
+    with pytest.raises(LongStrawError, match="different inputs"):
+        engine.forward_backward([group_of(20, lengths)], objective)
+
+
+def test_ranks_with_responses_in_another_order_are_told_so(ranks):
+    ranks(2).run(another_order)

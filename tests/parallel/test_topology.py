@@ -1,5 +1,7 @@
 """Axes over processes: who is where, which groups exist, and misfits that all ranks refuse with one message."""
 
+from datetime import timedelta
+
 import pytest
 import torch.distributed as dist
 
@@ -75,3 +77,14 @@ def test_heads_that_do_not_divide_are_refused():
     for key_heads, value_heads in ((16, 48), (6, 16)):
         with pytest.raises(UnsupportedError, match=f"context=3 does not divide .* {key_heads} key heads"):
             topology.check_heads(key_heads, value_heads)
+
+
+def timeouts(world):
+    """Of every group made, in seconds: what a rank of it waits for another."""
+    topology = Topology.create(context=2, data=2, expert=2, timeout=timedelta(seconds=17))
+    axes = (topology.data, topology.context, topology.expert, topology.expert_copies)
+    return [axis.group._get_backend(axis.device).options._timeout.total_seconds() for axis in axes]
+
+
+def test_the_axes_wait_as_long_as_they_are_told(ranks):
+    assert ranks(4).run(timeouts) == [[17.0] * 4] * 4

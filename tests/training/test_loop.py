@@ -3,10 +3,12 @@ import json
 import pytest
 import torch
 
+from longstraw.config import EvaluationConfig
 from longstraw.errors import InputError
 from longstraw.training.checkpoint import Position, find_checkpoint, load_position, restore
 from longstraw.training.loop import train
 from longstraw.training.rewards import RewardFunction
+from longstraw.training.run import Evaluation
 from longstraw.training.run_folder import open_resumed
 
 
@@ -142,3 +144,18 @@ def test_checkpoints_are_saved_every_save_steps_and_at_the_end(runner):
     train(training, Position())
     names = sorted(path.name for path in training.folder.checkpoints.iterdir())
     assert names == ["latest", "step-000002", "step-000004", "step-000005"]
+
+
+def test_an_error_in_an_evaluation_stops_the_run_after_its_steps_were_saved(runner):
+    def fails_at_step_two(completions, trainer_state):
+        if trainer_state.global_step == 2:
+            raise RuntimeError("no judge answers")
+        return [0.0] * len(completions)
+
+    training = runner.training(run={"max_steps": 4, "save_steps": None})
+    function = RewardFunction("fails_at_step_two", fails_at_step_two, 1.0, {})
+    held_out = Evaluation(EvaluationConfig(rows="x.jsonl", every=1, before=False), training.rows[:1], [function])
+    with pytest.raises(RuntimeError, match="no judge answers"):
+        train(runner.with_evaluation(training, held_out), Position())
+    position, _ = load_position(find_checkpoint(training.folder.checkpoints))
+    assert position.step == 2

@@ -132,7 +132,7 @@ def test_each_response_has_a_record_of_its_own():
 def test_costs_of_a_job_are_one_ranks_seconds_and_the_highest_peaks_of_all():
     mine = StageCosts({"capture": 1.0}, {"capture": 5}, 6)
     others = [StageCosts({"capture": 9.0}, {"capture": 3, "replay": 8}, 9), StageCosts({"capture": 2.0})]
-    assert mine.with_peaks_of([others[0], mine, others[1]]) == StageCosts(
+    assert mine.with_peaks_of([others[1], mine, others[0]]) == StageCosts(
         {"capture": 1.0}, {"capture": 5, "replay": 8}, 9
     )
     assert StageCosts({"capture": 1.0}).with_peaks_of(others[1:]).peak_bytes is None

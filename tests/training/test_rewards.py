@@ -186,3 +186,25 @@ def test_a_column_a_function_needs_and_rows_lack_is_refused_before_training():
         check_arguments([reward(needs)], ["answer", "other"])
     check_arguments([reward(needs)], ["solution"])
     check_arguments([reward(needs, solution=3)], [])
+
+
+def test_a_function_that_ends_the_program_is_an_error():
+    def leaves(completions):
+        raise SystemExit(0)
+
+    with pytest.raises(InputError, match=r"reward leaves: it ended the program \(status 0\) for rows\.jsonl line 5"):
+        score_group([reward(leaves)], PLAIN, TWO, STATE)
+
+
+def test_logged_values_are_plain_whatever_they_were():
+    def logs(completions, log_extra):
+        log_extra("seen", [print, {"a": (1, 2)}])
+        return [0.0, 1.0]
+
+    assert score_group([reward(logs)], PLAIN, TWO, STATE).extra_columns == {"seen": [str(print), {"a": [1, 2]}]}
+
+
+def test_a_file_that_is_no_python_is_one_sentence_with_its_line(tmp_path):
+    (tmp_path / "broken.py").write_text("def f(completions):\n    return [1.0\n")
+    with pytest.raises(InputError, match=r"broken\.py, line 2: '\[' was never closed\."):
+        load_reward_functions([RewardConfig(function=f"{tmp_path}/broken.py:f")])

@@ -62,3 +62,11 @@ def test_flush_needs_no_log_to_be_there(tmp_path):
     folder.append("metrics", {"step": 1, "loss": 0.5})
     folder.flush()
     assert (folder.path / "metrics.jsonl").read_text() == '{"step": 1, "loss": 0.5}\n'
+
+
+def test_a_run_that_failed_before_its_first_step_may_start_anew(tmp_path):
+    open_new(tmp_path / "run", "a: 1")
+    assert (open_new(tmp_path / "run", "a: 2").path / "config.yaml").read_text() == "a: 2"
+    open_new(tmp_path / "run", "a: 2").append("metrics", {"step": 1})
+    with pytest.raises(InputError, match="is not empty"):
+        open_new(tmp_path / "run", "a: 3")

@@ -79,6 +79,8 @@ def snapshots(monkeypatch, states):
     monkeypatch.setattr(trained_state, "Exchange", Gathering)
     for state in states:
         state.snapshot()
+    num_divided = len(expert_parameters(states[0].model).keys() & trained(states[0]).keys())
+    assert [len(calls) for calls in given.values()] == [3 * num_divided] * 2, "frozen experts stay where they are"
     return [state.snapshot() for state in states]
 
 

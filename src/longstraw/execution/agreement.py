@@ -52,7 +52,8 @@ class Agreement:
         """Raise `JointError` on all ranks of the context axis unless they were given the same."""
         if self.context.degree == 1:
             return
-        mine = torch.stack([digest(tensor).cpu() for given in inputs for tensor in _tensors(given)]).sum(0)
+        digests = [digest(tensor).cpu() for given in inputs for tensor in _tensors(given)]
+        mine = torch.stack([place * each for place, each in enumerate(digests, start=1)]).sum(0)
         mine = mine.to(self.context.axis.device)
         everyone = self.context.all_gather_tokens(mine[None], [1] * self.context.degree, dim=0, kind="agreement")
         if any(not torch.equal(other, everyone[0]) for other in everyone):

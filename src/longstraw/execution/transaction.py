@@ -44,6 +44,8 @@ class GradientSums:
 
     def sum_over(self, reduce: Callable[[dict[str, Tensor | None]], Mapping[str, Tensor | None]]) -> None:
         """Replace the sums of this rank by those of all ranks, float32 at least."""
+        if self._starts_fresh:  # nothing was collected here since the last step, whose gradient `.grad` still shows
+            self.clear()
         mine = self.totals()
         for name, total in reduce(mine).items():
             parameter = self._parameters[name]

@@ -42,11 +42,13 @@ MIN_NF4_WIDTH = 64  # one block of 4-bit weights, inputs of one output, shares a
 WEIGHT_FILES = ("*.safetensors", "pytorch_model*.bin")
 
 
-class HasExpertAxis(Protocol):
-    """A `Topology`, or what else says which part of the experts this process has."""
+class DividesModels(Protocol):
+    """A `Topology`: which part of the experts this process has, and whether it can share out DeltaNet's heads."""
 
     @property
     def expert(self) -> ExpertAxis: ...
+
+    def check_heads(self, num_key_heads: int, num_value_heads: int) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,7 @@ def load_model(
     quantization: Literal["nf4"] | None = None,
     gguf_file: str | None = None,
     device: str = "auto",
-    topology: HasExpertAxis | None = None,
+    topology: DividesModels | None = None,
 ) -> PreTrainedModel | PeftModel:
     """The model, ready to train: all parameters require grad, or with `adapter` only the adapter's.
 
@@ -92,7 +94,7 @@ def load_model(
     source = _find(name, gguf_file)
     _check_quantization(quantization, adapter, source)
     _check_gguf(source)
-    with _quiet(), one_sentence(source.label):
+    with quiet(), one_sentence(source.label):
         config = AutoConfig.from_pretrained(
             source.name, gguf_file=source.gguf_file, local_files_only=source.is_local, trust_remote_code=False
         )
@@ -102,7 +104,7 @@ def load_model(
         _check_widths(outline)
     if adapter is not None:
         check_targets(outline, adapter)
-    part = None if topology is None or topology.expert.degree == 1 else Part.of_axis(topology.expert, outline)
+    part = None if topology is None else _own_part(topology, outline)
     model = _read_weights(source, outline, weight_dtype, quantization=quantization, device=place, part=part)
     if adapter is None:
         return model.requires_grad_(True)
@@ -113,7 +115,7 @@ def load_tokenizer(name: str, *, gguf_file: str | None = None) -> PreTrainedToke
     """The tokenizer of what `load_model` loads by the same name. Raises `InputError` if there is none."""
     source = _find(name, gguf_file)
     _check_gguf(source)
-    with _quiet(), one_sentence(f"tokenizer of {source.label}"):
+    with quiet(), one_sentence(f"tokenizer of {source.label}"):
         return AutoTokenizer.from_pretrained(
             source.name, gguf_file=source.gguf_file, local_files_only=source.is_local, trust_remote_code=False
         )
@@ -220,7 +222,7 @@ def _read_weights(
             bnb_4bit_use_double_quant=True,
             bnb_4bit_compute_dtype=dtype,
         )
-    with _quiet(), one_sentence(source.label):
+    with quiet(), one_sentence(source.label):
         settings = {
             "dtype": dtype,
             "quantization_config": quantizer,
@@ -250,6 +252,14 @@ def _read_weights(
     return model
 
 
+def _own_part(topology: DividesModels, outline: PreTrainedModel) -> Part | None:
+    """This rank's part of the experts, if they are divided. Raises `UnsupportedError` for what does not divide."""
+    for _, module in outline.named_modules():
+        if hasattr(module, "num_k_heads") and hasattr(module, "num_v_heads"):
+            topology.check_heads(module.num_k_heads, module.num_v_heads)
+    return Part.of_axis(topology.expert, outline) if topology.expert.degree > 1 else None
+
+
 def _read_part(
     source: _Source, outline: PreTrainedModel, part: Part, settings: dict[str, Any]
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
@@ -267,9 +277,14 @@ def _read_part(
     return model, found
 
 
+def silence_warnings() -> None:
+    """No more than errors from transformers' own logger: in a job every rank would repeat them."""
+    transformers_logging.set_verbosity_error()
+
+
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Without the library's own progress bars, which would tear ours."""
+def quiet() -> Iterator[None]:
+    """Without transformers' own progress bars, which would tear ours."""
     was_enabled = transformers_logging.is_progress_bar_enabled()
     transformers_logging.disable_progress_bar()
     try:

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from longstraw.errors import InputError
 from longstraw.models.experts import divided_experts, expert_parameters
+from longstraw.models.loading import quiet
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 ADAPTER_CONFIG = "adapter_config.json"
@@ -37,7 +38,8 @@ def save_trained(model: nn.Module, folder: Path, whole: Mapping[str, Tensor] | N
         model.save_pretrained(str(folder), save_embedding_layers=False, state_dict=state)
         _keep_names_from_being_reread(model, folder / ADAPTER_CONFIG)
     else:
-        model.save_pretrained(str(folder), state_dict=state)
+        with quiet():
+            model.save_pretrained(str(folder), state_dict=state)
 
 
 def load_adapter(model: PeftModel, folder: Path) -> None:

@@ -8,10 +8,10 @@ same order, which an all-to-all between them needs; ranks of a data axis, with p
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 
 from longstraw.errors import InputError, UnsupportedError
 from longstraw.parallel.ownership import Order
@@ -55,11 +55,13 @@ class Topology:
         expert: int = 1,
         token_order: Order = "zigzag",
         compares_copies: bool = True,
+        timeout: timedelta | None = None,
     ) -> Topology:
         """The axes of these degrees in the initialised process group. Collective: all ranks call it, alike.
 
         `token_order`: how a chunk's tokens are dealt to the ranks of the context axis, see `ownership`.
-        `compares_copies`: after each step compare a digest of the parameters over ranks.
+        `compares_copies`: after each step compare a digest of the parameters over ranks. `timeout`: how long a
+        collective on one of the axes waits for a rank; None is torch.distributed's default.
 
         Without a process group only degrees of 1 are possible. Raises `InputError`, the same on all ranks and before
         anything is sent, if a degree is below 1 or the degrees do not fit the number of processes.
@@ -70,13 +72,13 @@ class Topology:
             return cls.single()
         device_type = "cuda" if "nccl" in dist.get_backend() else "cpu"
         device = torch.device(device_type, torch.cuda.current_device()) if device_type == "cuda" else CPU
-        data_axis, context_axis = _mesh_axes(device, (data, context), ("data", "context"))
+        data_axis, context_axis = _grid(device, data, context, timeout)
         if expert == 1:
             copies, expert_axis = Axis(num_processes, dist.get_rank(), dist.group.WORLD, device), Axis(device=device)
         elif expert == context:
             copies, expert_axis = data_axis, context_axis
         else:
-            copies, expert_axis = _mesh_axes(device, (num_processes // expert, expert), ("expert_copies", "expert"))
+            copies, expert_axis = _grid(device, num_processes // expert, expert, timeout)
         world = Axis(num_processes, dist.get_rank(), dist.group.WORLD, device)
         return cls(data_axis, context_axis, expert_axis, copies, world, token_order, compares_copies)
 
@@ -107,10 +109,21 @@ def check_degrees(num_processes: int, *, context: int, data: int, expert: int) -
         )
 
 
-def _mesh_axes(device: torch.device, degrees: tuple[int, int], names: tuple[str, str]) -> tuple[Axis, Axis]:
-    mesh = init_device_mesh(device.type, degrees, mesh_dim_names=names)
-    outer, inner = (
-        Axis(degree, mesh.get_local_rank(name), mesh.get_group(name), device) if degree > 1 else Axis(device=device)
-        for degree, name in zip(degrees, names, strict=True)
-    )
-    return outer, inner
+def _grid(device: torch.device, outer: int, inner: int, timeout: timedelta | None) -> tuple[Axis, Axis]:
+    """The two axes of processes in rows of `inner` consecutive ones: down a column, and along a row."""
+    rows = [[row * inner + column for column in range(inner)] for row in range(outer)]
+    columns = [list(column) for column in zip(*rows, strict=True)]
+    return _axis(device, columns, timeout), _axis(device, rows, timeout)
+
+
+def _axis(device: torch.device, lines: list[list[int]], timeout: timedelta | None) -> Axis:
+    """The axis along which processes that stand in one line share work. Collective where the lines are longer than one.
+
+    Not by `init_device_mesh`, whose groups take no timeout.
+    """
+    degree = len(lines[0])
+    if degree == 1:
+        return Axis(device=device)
+    group, _ = dist.new_subgroups_by_enumeration(lines, timeout=timeout)
+    rank = dist.get_rank()
+    return Axis(degree, next(line.index(rank) for line in lines if rank in line), group, device)

@@ -8,7 +8,8 @@ the same things with the same rows, and the first of them calls the reward funct
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -33,24 +34,33 @@ PROMPT_TAIL_TOKENS = 128  # of a prompt that go into completions.jsonl
 def train(training: Training, start: Position) -> Position:
     """Train from `start` to the last step and return where it ended.
 
-    If an error stops the run in the middle of a step (a reward, memory), the steps before it are saved first.
+    If an error stops the run in the middle of a step or an evaluation (a reward, memory), the steps before it are saved
+    first.
     """
     position = saved = start
     _evaluate_if_due(training, position, num_taken=0)
     while position.step < training.max_steps:
-        randomness, stamp = random_state(), _weights_stamp(training.optimizer)
-        try:
+        with _saving_if_it_fails(training, position, saved):
             position = train_on_next_rows(training, position)
-        except Exception as error:
-            is_whole = _weights_stamp(training.optimizer) == stamp
-            if position.step > saved.step and is_whole and training.ranks.can_save_after(error):
-                _save(training, position, randomness)
-            raise
         if _is_save_due(training, position):
             _save(training, position, random_state())
             saved = position
-        _evaluate_if_due(training, position, num_taken=training.config.run.num_iterations)
+        with _saving_if_it_fails(training, position, saved):
+            _evaluate_if_due(training, position, num_taken=training.config.run.num_iterations)
     return position
+
+
+@contextmanager
+def _saving_if_it_fails(training: Training, position: Position, saved: Position) -> Iterator[None]:
+    """If what is done inside fails before it changes a weight, save the position from before, unless it was saved."""
+    randomness, stamp = random_state(), _weights_stamp(training.optimizer)
+    try:
+        yield
+    except Exception as error:
+        is_whole = _weights_stamp(training.optimizer) == stamp
+        if position.step > saved.step and is_whole and training.ranks.can_save_after(error):
+            _save(training, position, randomness)
+        raise
 
 
 def train_on_next_rows(training: Training, position: Position) -> Position:

@@ -60,6 +60,7 @@ class Ranks:
                 answer = [compute(), None]
             except Exception as error:  # noqa: BLE001 (a user's function: whatever it is, all ranks are told)
                 answer = [None, self._sentence(error)]
+                _show(error)
         if axis.degree > 1:
             dist.broadcast_object_list(answer, group=axis.group, group_src=0, device=axis.device)
         value, problem = answer
@@ -81,19 +82,30 @@ class Ranks:
         if self.topology.world.degree == 1:
             yield
             return
-        problem: str | None = None
+        problem: Exception | None = None
         try:
             yield
         except errors as error:
-            problem = self._sentence(error)
-        Exchange(self.topology.world).raise_together(problem)
+            problem = error
+        mine = None if problem is None else self._sentence(problem)
+        try:
+            Exchange(self.topology.world).raise_together(mine)
+        except JointError as told:
+            if problem is not None and str(told) == mine:
+                _show(problem)
+            raise
 
     def _sentence(self, error: Exception) -> str:
         if isinstance(error, LongStrawError):
             return str(error)
-        traceback.print_exception(error)
         notes = "".join(f"; {note}" for note in getattr(error, "__notes__", []))
         return f"rank {self.topology.world.rank}: {type(error).__name__}: {error}{notes}"
+
+
+def _show(error: Exception) -> None:
+    """The traceback of an error whose text does not say everything."""
+    if not isinstance(error, LongStrawError):
+        traceback.print_exception(error)
 
 
 def _gather(mine: T, axis: Axis) -> list[T]:

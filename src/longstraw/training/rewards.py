@@ -12,6 +12,7 @@ import difflib
 import importlib
 import importlib.util
 import inspect
+import json
 import math
 import numbers
 import sys
@@ -140,7 +141,8 @@ def score_group(
         by_function[function.name] = _checked_values(function.name, row, returned, num_responses)
     totals = [_total(functions, by_function, row, index) for index in range(num_responses)]
     _check_extras(extras, row, num_responses)
-    return ScoredGroup(totals, by_function, extras, metrics)
+    plain: dict[str, list[object]] = json.loads(json.dumps(extras, default=str))  # as the log has them
+    return ScoredGroup(totals, by_function, plain, metrics)
 
 
 def _find(path: str) -> Callable[..., object]:
@@ -185,7 +187,10 @@ def _module_from_file(file: Path, path: str) -> ModuleType:
     assert spec.loader is not None, "a .py file has a loader"
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses and pickling look modules up by name
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except SyntaxError as error:
+        raise InputError(f"reward {path}: {error.filename}, line {error.lineno}: {error.msg}.") from None
     return module
 
 
@@ -211,6 +216,11 @@ def _call(function: RewardFunction, offered: Mapping[str, object], row: Row) -> 
     try:
         returned = function.function(**accepted)
         return asyncio.run(_awaited(returned)) if inspect.isawaitable(returned) else returned
+    except SystemExit as error:
+        raise InputError(
+            f"reward {function.name}: it ended the program (status {error.code}) for {row.origin}; let it raise an "
+            "error instead."
+        ) from error
     except Exception as error:
         error.add_note(f"raised by the reward function {function.name} for {row.origin}")
         raise

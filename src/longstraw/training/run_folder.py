@@ -49,10 +49,13 @@ class RunFolder:
 
 
 def refuse_used_folder(path: Path) -> None:
-    """Raise `InputError` if a new run would write into a folder with something in it. Creates nothing."""
+    """Raise `InputError` if a new run would write into a folder with something in it. Creates nothing.
+
+    A configuration alone is what a run leaves that failed before its first step; it does not count.
+    """
     if path.exists() and not path.is_dir():
         raise InputError(f"run.output_dir: {path} is a file; give a folder.")
-    if path.is_dir() and any(path.iterdir()):
+    if path.is_dir() and any(left.name != CONFIG for left in path.iterdir()):
         has_checkpoint = (path / "checkpoints" / "latest").is_file()
         advice = "go on with it by --resume, or " if has_checkpoint else ""
         raise InputError(f"run.output_dir: {path} is not empty; {advice}give another folder. Nothing was changed.")

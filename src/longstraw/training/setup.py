@@ -157,7 +157,7 @@ def _load(config: RunConfig, surroundings: Surroundings, found: _Found) -> _Poli
         topology=topology,
         progress=meter,
     )
-    trained = TrainedState(model, optimizer, topology.expert)
+    trained = TrainedState(model, optimizer, topology.expert, is_written_here=surroundings.ranks.is_first)
     rows, evaluation = fitting_rows(config, found.inputs, found.lengths, Decoder(model).max_positions)
     fingerprint = rows_fingerprint(rows)
     position = Position()

@@ -37,14 +37,15 @@ class TrainedState:
     model: nn.Module
     optimizer: torch.optim.Optimizer
     expert: Axis = field(default_factory=Axis)
+    is_written_here: bool = True
 
     def snapshot(self) -> Snapshot:
-        """What to write now. Collective: all ranks of the expert axis call it, also those that write nothing."""
+        """What to write now. Collective on the expert axis; where nothing is written, parts stay parts."""
         divided = self._divided()
         exchange = Exchange(self.expert)
         parameters = dict(self.model.named_parameters())
         whole = {
-            name: _whole(parameters[name].detach(), *divided[name], exchange)
+            name: self._whole(parameters[name].detach(), *divided[name], exchange)
             for name in divided
             if parameters[name].requires_grad
         }
@@ -53,7 +54,7 @@ class TrainedState:
         for place, (parameter, layout) in self._divided_places(divided).items():
             if place in moments:
                 moments[place] = {
-                    key: _whole(value, *layout, exchange) if _is_like(value, parameter) else value
+                    key: self._whole(value, *layout, exchange) if _is_like(value, parameter) else value
                     for key, value in moments[place].items()
                 }
         return Snapshot(lambda folder: save_trained(self.model, folder, whole), {**state, "state": moments})
@@ -69,6 +70,11 @@ class TrainedState:
                     for key, value in moments[place].items()
                 }
         self.optimizer.load_state_dict({**state, "state": moments})
+
+    def _whole(self, part: Tensor, layout: Layout, num_local_experts: int, exchange: Exchange) -> Tensor:
+        """On the CPU: a checkpoint is written from there, and the device has room for the part only."""
+        parts = exchange.all_gather_tokens(part, [part.shape[0]] * exchange.degree, dim=0, kind="checkpoint")
+        return joined([each.cpu() for each in parts], layout, num_local_experts) if self.is_written_here else part
 
     def _divided(self) -> dict[str, tuple[Layout, int]]:
         return expert_parameters(self.model) if self.expert.degree > 1 else {}
@@ -89,9 +95,3 @@ class TrainedState:
 def _is_like(value: object, parameter: Tensor) -> TypeGuard[Tensor]:
     """Whether it has a number for each of a parameter's, of all experts or of a part; a count of steps has not."""
     return isinstance(value, Tensor) and value.dim() == parameter.dim()
-
-
-def _whole(part: Tensor, layout: Layout, num_local_experts: int, exchange: Exchange) -> Tensor:
-    """On the CPU: a checkpoint is written from there, and the device has room for the part only."""
-    parts = exchange.all_gather_tokens(part, [part.shape[0]] * exchange.degree, dim=0, kind="checkpoint")
-    return joined([each.cpu() for each in parts], layout, num_local_experts)
