@@ -109,13 +109,16 @@ def drawn_with_a_seed_of_its_own(world):
 
 
 def drawn_from(engine, seed):
-    with engine.capture(Prompt(random_ids(9, 1))) as state:
+    with engine.capture(Prompt(random_ids(10, 1))) as state:
         responses = engine.sample(state, 2, SamplingSettings(max_new_tokens=6, seed=seed))
     return [response.token_ids.tolist() for response in responses]
 
 
 def test_what_the_first_rank_draws_all_ranks_have(ranks):
-    """Ranks may round differently and then draw differently; here they would because of their seeds."""
+    """Ranks may round differently and then draw differently; here they would because of their seeds.
+
+    The prompt's last token is the second of a chunk of two, so it is the second rank that ran it.
+    """
     engine = Engine(tiny_model("llama", num_hidden_layers=1), chunk_tokens=4)
     assert drawn_from(engine, 0) != drawn_from(engine, 1)
     assert ranks(2).run(drawn_with_a_seed_of_its_own) == [drawn_from(engine, 0)] * 2

@@ -8,7 +8,8 @@ import torch
 from longstraw.errors import UnsupportedError
 from longstraw.execution.engine import Engine
 from longstraw.models.experts import Part, divided_experts, expert_parameters
-from longstraw.parallel.topology import Topology
+from longstraw.parallel.gradients import ParameterClass, sum_gradients
+from longstraw.parallel.topology import Axis, Topology
 from longstraw.records import Prompt, Response, ResponseGroup, SamplingSettings
 from tiny import adapted_with_experts, gradients, random_ids, tiny_model, worst_error
 
@@ -194,3 +195,13 @@ def test_what_does_not_divide_is_refused_with_one_sentence_on_all_ranks(ranks):
     assert "expert=4 does not divide the model's 6 routed experts" in six
     assert "part 0 of 2 of its experts, but expert=4" in other
     assert all(each[:2] == results[0][:2] for each in results)
+
+
+def gradients_of_parts(world):
+    experts = ParameterClass({"e": torch.zeros(3), "never": torch.zeros(2)}, Axis(), world.axis)
+    mine = {"e": torch.ones(3) if world.rank == 0 else None, "never": None}
+    return [g if g is None else g.tolist() for g in sum_gradients(experts, mine, world.traffic).values()]
+
+
+def test_experts_without_a_token_have_a_gradient_of_zeros_if_other_ranks_experts_have_one(ranks):
+    assert ranks(2).run(gradients_of_parts) == [[[1, 1, 1], None], [[0, 0, 0], None]]

@@ -94,13 +94,12 @@ def test_the_cheaper_exchange_is_chosen():
     assert cheaper_exchange(QWEN_KEY_VALUE, ChunkSplit(8 * 4096, 8), LONG) == "send_queries"
 
 
-def test_the_choice_changes_where_the_counted_bytes_cross():
-    split = ChunkSplit(10, 2)
-
+@pytest.mark.parametrize("split", [ChunkSplit(10, 2), ChunkSplit(5, 3), ChunkSplit(7, 3)], ids=str)
+def test_the_choice_changes_where_the_counted_bytes_cross(split):
     def total(num_before, send):
         busiest = []
-        for rank in (0, 1):
-            before = dict(num_owned_before=-(-num_before // 2), num_before=num_before)
+        for rank in range(split.degree):
+            before = dict(num_owned_before=-(-num_before // split.degree), num_before=num_before)
             parts = [
                 send_queries_bytes(SMALL, split, rank, backward=backward)
                 if send

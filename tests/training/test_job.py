@@ -55,7 +55,7 @@ def assert_same_run(one, other, *, metrics=("loss", "reward", "grad_norm", "comp
         torch.testing.assert_close(got[name], value, rtol=2e-3, atol=2e-5, msg=lambda text, n=name: f"{n}: {text}")
     for log, keys in (
         ("completions", ("row", "completion", "reward", "num_tokens")),
-        ("evaluations", ("odd_letters",)),
+        ("evaluations", ("odd_letters", "num_responses", "completions/mean_length", "completions/clipped_ratio")),
     ):
         lines = [[{key: line[key] for key in keys} for line in lines_of(run / f"{log}.jsonl")] for run in (one, other)]
         assert lines[0] == lines[1]
