@@ -37,10 +37,13 @@ def test_the_first_rank_of_a_context_axis_computes_for_all_of_it(ranks):
 
 def fails_on_one(world, kind, failing):
     ranks = Ranks(Topology.create(context=world.degree))
-    with pytest.raises(JointError) as caught, ranks.together(ValueError):
-        if world.rank in failing:
-            raise kind("no such row")
-    return str(caught.value)
+    try:
+        with ranks.together(ValueError):
+            if world.rank in failing:
+                raise kind("no such row")
+    except JointError as error:
+        return str(error)
+    return None
 
 
 @pytest.mark.parametrize(
