@@ -91,7 +91,8 @@ def divided_steps(world, name, case, settings):
 
 
 ALL = [(name, case, 2) for name in NAMES for case in GROUPS]
-MORE = [(name, case, 3) for name in NAMES if name not in TOLERANCE for case in list(GROUPS)[:2]]
+MORE = [(name, "odd lengths", 3) for name in NAMES if name not in TOLERANCE]
+MORE += [("llama", "prompt shorter than the axis", 3)]
 MOST = [(name, "odd lengths", 4) for name in ("llama", "mistral", "glm_moe_dsa")]
 ONCE = [(name, "odd lengths", 2) for name in ("qwen3_moe", "qwen3_next", "deepseek_v32")]
 MANY_RANKS = [(MANY, "odd lengths", degree) for degree in (3, 4)]

@@ -14,7 +14,6 @@ import warnings
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from longstraw.config_file import load_config
 from longstraw.execution.progress import Silent
@@ -93,7 +92,7 @@ def test_a_run_goes_on_with_another_topology(ranks, folder):
 
 
 def test_a_resumed_job_is_bit_exact_on_the_same_topology(ranks, folder):
-    """Parts of experts are put together when saved and cut out when loaded, moments too."""
+    """Parts of experts are put together when saved and cut out when loaded, moments too: they are one adapter's."""
     degrees = dict(context=2, expert=2)
     output = folder / "resumed"
     sets = [f"run.output_dir={output}"]
@@ -104,17 +103,6 @@ def test_a_resumed_job_is_bit_exact_on_the_same_topology(ranks, folder):
     want, got = (tensors_of(run / "checkpoints/step-000002") for run in (in_one_go, output))
     assert want.keys() == got.keys()
     assert [name for name in want if not torch.equal(want[name], got[name])] == []
-
-
-def test_divided_experts_are_saved_as_one_adapter(ranks, folder):
-    output = folder / "one-adapter"
-    ranks(2).run(
-        run_on, str(folder / "run.yaml"), dict(context=2, expert=2), [f"run.output_dir={output}", "run.max_steps=1"]
-    )
-    files = [run / "checkpoints/step-000001/adapter_model.safetensors" for run in (folder / "whole", output)]
-    one, saved = map(load_file, files)
-    assert saved.keys() == one.keys()
-    assert {name: value.shape for name, value in saved.items()} == {name: value.shape for name, value in one.items()}
 
 
 def test_advantages_scaled_by_the_batch_see_the_rewards_of_all_ranks(ranks, folder):
@@ -140,15 +128,15 @@ def odd_letters(completions, prompts, trainer_state):
 
 
 @pytest.mark.parametrize(
-    ("fault", "message"),
+    ("fault", "message", "degrees"),
     [
-        ("raise RuntimeError('no judge answers')", "RuntimeError: no judge answers; raised by the reward function"),
-        ("return [1.0]", "returned 1 rewards for the 3 responses to"),
-        ("return [1e308, -1e308, 0.0]", "is not finite"),
+        ("raise RuntimeError('no judge answers')", "no judge answers; raised by the reward function", dict(data=2)),
+        ("raise RuntimeError('no judge answers')", "no judge answers; raised by the reward function", dict(context=2)),
+        ("return [1.0]", "returned 1 rewards for the 3 responses to", dict(data=2)),
+        ("return [1e308, -1e308, 0.0]", "is not finite", dict(data=2)),
     ],
 )
-@pytest.mark.parametrize("degrees", [dict(data=2), dict(context=2)], ids=str)
-def test_a_fault_on_one_rank_ends_the_run_on_all_with_its_message(ranks, tmp_path, degrees, fault, message):
+def test_a_fault_on_one_rank_ends_the_run_on_all_with_its_message(ranks, tmp_path, fault, message, degrees):
     """The first step is saved then: it was whole."""
     sections = {**SOFT_STEPS, "run": {"save_steps": 2}, "grpo": {"scale_rewards": "none"}}
     file = write_run(tmp_path, "llama", rewards=FAULTY.format(fault=fault), sections=sections, num_hidden_layers=2)
