@@ -19,6 +19,16 @@ from longstraw.models.families import FAMILIES
 from longstraw.models.tiny import random_model, tiny_config
 from longstraw.ops.delta_rule import gated_delta_rule_naive
 
+WITH_EXPERTS = [
+    "qwen3_moe",
+    "qwen2_moe",
+    "qwen3_next",
+    "qwen3_5_moe_text",
+    "mixtral",
+    "gpt_oss",
+    "deepseek_v3",
+    "glm_moe_dsa",
+]
 STOCK_RULES = {
     module: module.torch_chunk_gated_delta_rule
     for module in (modeling_qwen3_5, modeling_qwen3_5_moe, modeling_qwen3_next)

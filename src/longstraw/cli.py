@@ -8,7 +8,7 @@ import sys
 import time
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from importlib.metadata import version
@@ -198,9 +198,10 @@ def _train(config: RunConfig, launched: _Launched, *, is_resumed: bool, resume_f
     # Imported late: `longstraw --version` and a wrong configuration need no torch.
     import torch
 
+    from longstraw.execution.progress import Silent
     from longstraw.models.loading import silence_warnings
     from longstraw.training.loop import train as train_loop
-    from longstraw.training.progress import quiet_display, stage_display
+    from longstraw.training.progress import stage_display
     from longstraw.training.setup import Surroundings, prepare
 
     if config.run.threads is not None:
@@ -214,7 +215,7 @@ def _train(config: RunConfig, launched: _Launched, *, is_resumed: bool, resume_f
         if launched.rank == 0:
             console.print(text, markup=False)
 
-    shown = stage_display(console) if launched.rank == 0 else quiet_display()
+    shown = stage_display(console) if launched.rank == 0 else nullcontext(Silent())
     with _process_group(config, launched) as ranks, shown as display:
         surroundings = Surroundings(
             say=say, display=display, is_resumed=is_resumed, resume_from=resume_from, ranks=ranks

@@ -17,18 +17,7 @@ from longstraw.models.experts import (
     joined,
     num_routed_experts,
 )
-from tiny import adapted_with_experts, tiny_model
-
-FAMILIES = [
-    "qwen3_moe",
-    "qwen2_moe",
-    "qwen3_next",
-    "qwen3_5_moe_text",
-    "mixtral",
-    "gpt_oss",
-    "deepseek_v3",
-    "glm_moe_dsa",
-]
+from tiny import WITH_EXPERTS, adapted_with_experts, tiny_model
 
 
 def model_of(name, *, adapter=True):
@@ -39,7 +28,7 @@ def model_of(name, *, adapter=True):
         return adapted_with_experts(model) if adapter else model
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", WITH_EXPERTS)
 def test_every_family_has_experts_that_divide_and_join_again(name):
     whole = dict(model_of(name).named_parameters())
     halves = [model_of(name) for _ in range(2)]

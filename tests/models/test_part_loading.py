@@ -12,18 +12,7 @@ from longstraw.models.adapters import LoraSettings
 from longstraw.models.experts import Part, divide_experts, divided_experts, expert_parameters, experts_modules
 from longstraw.models.loading import load_model
 from longstraw.parallel.topology import Axis, Topology
-from tiny import tiny_model
-
-FAMILIES = [
-    "qwen3_moe",
-    "qwen2_moe",
-    "qwen3_next",
-    "qwen3_5_moe_text",
-    "mixtral",
-    "gpt_oss",
-    "deepseek_v3",
-    "glm_moe_dsa",
-]
+from tiny import WITH_EXPERTS, tiny_model
 
 
 def saved(folder, name):
@@ -37,7 +26,7 @@ def of_rank(rank, degree=2):
     return Topology(expert=Axis(degree, rank))
 
 
-@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("name", WITH_EXPERTS)
 def test_a_part_is_that_of_the_whole(tmp_path, name):
     folder = str(saved(tmp_path / "model", name))
     for rank in range(2):

@@ -1,5 +1,7 @@
 """Tokens to experts on other ranks and back: against one process that has all experts, values and every gradient."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -42,24 +44,12 @@ def divided(world, sizes, num_experts, num_choices, allowed):
     mine = weights_of(num_experts)[world.rank * per_rank : (world.rank + 1) * per_rank].clone().requires_grad_()
     hidden.requires_grad_()
     weight.requires_grad_()
-    out = run_experts(
-        hidden,
-        choice,
-        weight,
-        lambda rows, expert, w: expert_outputs(mine, rows, expert, w),
-        num_local_experts=per_rank,
-        exchange=world,
-    )
+    experts = partial(expert_outputs, mine)
+    run = partial(run_experts, hidden, choice, weight, experts, num_local_experts=per_rank, exchange=world)
+    out = run()
     out.backward(d_out)
     with torch.no_grad():
-        again = run_experts(
-            hidden,
-            choice,
-            weight,
-            lambda rows, expert, w: expert_outputs(mine, rows, expert, w),
-            num_local_experts=per_rank,
-            exchange=world,
-        )
+        again = run()
     assert torch.equal(again, out)
     return out.detach(), hidden.grad, weight.grad, mine.grad
 

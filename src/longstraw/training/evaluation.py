@@ -18,9 +18,7 @@ def evaluate(training: Training, evaluation: Evaluation, position: Position) -> 
     The same seeds every time: what changes between two evaluations is the policy.
     """
     ranks = training.ranks
-    scored: list[ScoredGroup] = []
-    lengths: list[list[int]] = []
-    truncated: list[list[bool]] = []
+    mine: list[tuple[ScoredGroup, list[int], list[bool]]] = []  # scores, lengths, and which were truncated
     with training.meter.measure(), ranks.together(LongStrawError):
         for row in ranks.share(evaluation.rows):
             seed = draw_seed(training.config.run.seed, "evaluation", row.index)
@@ -30,12 +28,13 @@ def evaluate(training: Training, evaluation: Evaluation, position: Position) -> 
             texts = [completion_text(training.tokenizer, response) for response in responses]
             completions = Completions(texts, [response.token_ids.tolist() for response in responses])
             trainer_state = TrainerState(position.step, training.max_steps, position.rows_drawn / len(training.rows))
-            scored.append(ranks.once(partial(score_group, evaluation.metrics, row, completions, trainer_state)))
-            lengths.append([len(response) for response in responses])
-            truncated.append([response.truncated for response in responses])
-    means = reward_metrics(ranks.gather_shares(scored))
-    all_lengths = [length for row in ranks.gather_shares(lengths) for length in row]
-    all_truncated = [is_truncated for row in ranks.gather_shares(truncated) for is_truncated in row]
+            scored = ranks.once(partial(score_group, evaluation.metrics, row, completions, trainer_state))
+            lengths = [len(response) for response in responses]
+            mine.append((scored, lengths, [response.truncated for response in responses]))
+    rows = ranks.gather_shares(mine)
+    means = reward_metrics([scored for scored, _, _ in rows])
+    all_lengths = [length for _, lengths, _ in rows for length in lengths]
+    all_truncated = [is_truncated for _, _, truncated in rows for is_truncated in truncated]
     metrics: Metrics = {"step": position.step, "num_rows": len(evaluation.rows), "num_responses": len(all_lengths)}
     metrics |= {
         function.name: means[f"rewards/{function.name}/mean"]

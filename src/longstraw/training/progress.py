@@ -164,12 +164,6 @@ class StageBars:
 
 
 @contextmanager
-def quiet_display() -> Iterator[StageListener]:
-    """Nothing, as a display."""
-    yield Silent()
-
-
-@contextmanager
 def stage_display(console: Console) -> Iterator[StageListener]:
     """Bars on a terminal, nothing elsewhere."""
     if console.is_terminal:
